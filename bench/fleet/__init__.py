@@ -1,0 +1,1 @@
+"""Runs on the controller: inventory, SSH, watching, collecting, verdicts. Never imports torch."""

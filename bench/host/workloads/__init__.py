@@ -1,0 +1,1 @@
+"""What is saved: a raw tensor, a model, a DeepSpeed engine, a round trip."""

@@ -1,0 +1,1 @@
+"""How it is saved: one module a mechanism, all behind one interface."""
