@@ -71,6 +71,8 @@ class CaseResult(Model):
     resumable: bool | None = None
     resume_reason: str | None = None
     statistics: dict[str, Any] = Field(default_factory=dict)
+    sha256: str | None = None
+    warnings: list[str] = Field(default_factory=list)
 
 
 class Gpu(Model):

@@ -1,0 +1,55 @@
+"""How much a case will write and hold, known before torch is imported: for --dry-run and for preflight."""
+
+from __future__ import annotations
+
+from bench.plan import Case
+
+# Parameters of the shipped configurations, tied weights counted once; checked against the built
+# models by tests/host/test_models.py.
+PARAMETERS: dict[str, int] = {
+    "tiny-t5": 0,
+    "gpt2-large": 774_030_080,
+    "phi3": 3_821_079_552,
+    "phi3-v": 0,
+    "llama3-1B": 1_235_814_400,
+}
+# Adam's two moments, in fp32; ZeRO keeps an fp32 copy of half-precision weights beside them.
+ADAM_BYTES_PER_PARAMETER = 8
+MASTER_BYTES_PER_PARAMETER = 4
+# A file is a little larger than its payload: pickle, size headers, zip records, block padding.
+FILE_OVERHEAD = 1.02
+FILE_OVERHEAD_BYTES = 16 * 1024**2
+# A process with torch, DeepSpeed and transformers loaded, without data; measured 0.6 GB, rounded up.
+PROCESS_BYTES = 1024**3
+
+
+def payload_bytes(case: Case) -> int | None:
+    """Bytes of tensors that one save of a case holds; None for a pretrained model, whose size is not known here."""
+    options = case.options
+    if case.workload == "tensor":
+        return options.size_bytes
+    if options.pretrained is not None:
+        return None
+    parameters = PARAMETERS[options.model]
+    size = parameters * (2 if options.half else 4)
+    if options.optimizer:
+        size += parameters * ADAM_BYTES_PER_PARAMETER
+        if options.half:
+            size += parameters * MASTER_BYTES_PER_PARAMETER
+    return size
+
+
+def file_bytes(case: Case) -> int:
+    """Upper bound of the space that one save of a case takes; 0 when nothing is written or the size is not known."""
+    if case.writer == "ds_mock":
+        return 0
+    return int((payload_bytes(case) or 0) * FILE_OVERHEAD) + FILE_OVERHEAD_BYTES
+
+
+def memory_bytes(case: Case) -> int:
+    """Host memory that one case's process holds while it waits and saves, from its payload and buffers."""
+    held = 0 if case.options.gpu else (payload_bytes(case) or 0)
+    if case.workload in ("engine", "roundtrip"):
+        # The engine holds gradients' and optimizer's space beside the model, a round trip what it loaded.
+        held *= 2
+    return held + case.options.io_buffer_bytes + PROCESS_BYTES

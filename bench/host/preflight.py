@@ -1,0 +1,133 @@
+"""Can this case run here, and into this folder? Answers before anything is built or written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.host.estimate import file_bytes, memory_bytes
+from bench.plan import Case
+from bench.results import Status
+
+GIB = 1024**3
+
+
+class FolderError(ValueError):
+    """The benchmark folder can't be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row that won't run, its status and the reason a person can act on."""
+
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the checks look at. ``gpu_count`` GPUs, ``direct`` whether the folder takes O_DIRECT."""
+
+    memory_available_bytes: int
+    free_bytes: int
+    gpu_count: int
+    direct: bool
+    aio_slots: int | None
+
+
+def check_folder(folder: Path) -> None:
+    """Raise FolderError unless ``folder`` is a folder that we can write to."""
+    if not folder.exists():
+        raise FolderError(f"folder {folder} does not exist; create it, or give another one with --folder")
+    if not folder.is_dir():
+        raise FolderError(f"{folder} is not a folder; give one with --folder")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise FolderError(f"cannot write in folder {folder}: {error.strerror}; give another one with --folder") from error
+
+
+def takes_direct_io(folder: Path) -> bool:
+    """Whether a file in ``folder`` can be opened with O_DIRECT; tried, because it depends on kernel and filesystem."""
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".direct-")
+    os.close(descriptor)
+    try:
+        os.close(os.open(name, os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        os.unlink(name)
+    return True
+
+
+def space_needed(cases: Sequence[Case]) -> int:
+    """Bytes of free space a run needs: checkpoints are deleted after each sample, so the largest one counts."""
+    return max((file_bytes(case) for case in cases), default=0)
+
+
+def look_at_host(folder: Path, gpu_count: int) -> Host:
+    """Read what the checks need from this host."""
+    space = os.statvfs(folder)
+    return Host(
+        memory_available_bytes=memory_available(),
+        free_bytes=space.f_frsize * space.f_bavail,
+        gpu_count=gpu_count,
+        direct=takes_direct_io(folder),
+        aio_slots=_aio_slots(),
+    )
+
+
+def check_case(case: Case, host: Host) -> Refusal | None:
+    """None when the case can run here, else why not. A row that the hardware can't do is skipped, not failed."""
+    options = case.options
+    if case.writer == "ds_gds" and not options.gpu:
+        return Refusal("skipped", "GPUDirect Storage needs a GPU; give --gpu on a host that has one")
+    if options.gpu and host.gpu_count == 0:
+        return Refusal("failed", "--gpu was given, but nvidia-smi shows no GPU here; leave --gpu out")
+    if options.gpu and options.device >= host.gpu_count:
+        return Refusal("failed", f"--device {options.device} is not there: this host has {host.gpu_count} GPUs, from 0")
+    if case.writer in ("ds_aio", "ds_gds", "direct") and not host.direct:
+        return Refusal("skipped", "the folder's filesystem refuses O_DIRECT; this writer needs it (try ext4 or xfs)")
+    if case.writer == "ds_aio" and host.aio_slots is not None and host.aio_slots < needed_aio_slots(case):
+        return Refusal(
+            "failed",
+            f"only {host.aio_slots} of the kernel's asynchronous I/O slots are free, {needed_aio_slots(case)} are "
+            "needed; close what holds them or raise fs.aio-max-nr with sysctl",
+        )
+    need = file_bytes(case)
+    if need > host.free_bytes:
+        return Refusal("failed", f"needs {need / GIB:.2f} GiB of space, {host.free_bytes / GIB:.2f} GiB are free")
+    memory = memory_bytes(case)
+    if memory > host.memory_available_bytes:
+        return Refusal(
+            "skipped",
+            f"needs about {memory / GIB:.1f} GiB of memory, {host.memory_available_bytes / GIB:.1f} GiB are available",
+        )
+    return None
+
+
+def needed_aio_slots(case: Case) -> int:
+    """Slots that io_setup takes for the case's handle: one queue for the handle and one a thread."""
+    depth = case.options.queue_depth or 8
+    threads = case.options.intra_op_parallelism or 2
+    return depth * (threads + 1)
+
+
+def memory_available() -> int:
+    """MemAvailable of /proc/meminfo, in bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _aio_slots() -> int | None:
+    try:
+        used, limit = (int(Path(f"/proc/sys/fs/aio-{name}").read_text()) for name in ("nr", "max-nr"))
+    except (OSError, ValueError):
+        return None
+    return limit - used

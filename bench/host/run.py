@@ -1,0 +1,345 @@
+"""From a plan to a report: one process a case, writers interleaved in rounds, every row accounted for."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+import bench
+from bench import layout, stats
+from bench.host import hook, preflight
+from bench.host.ceiling import measure_ceiling
+from bench.host.child import CaseSpec
+from bench.host.children import CaseEndedError, CaseProcess
+from bench.host.estimate import memory_bytes
+from bench.host.facts import collect_facts, filesystem_of
+from bench.host.lock import run_lock
+from bench.host.progress import RunProgress
+from bench.plan import GIB, Case, Plan
+from bench.results import CaseResult, Ceiling, HostReport, Sample, Status, utc_now, write_json
+
+# Leaves room for what else runs on the host.
+MEMORY_SHARE = 0.8
+
+
+@dataclass
+class RunSettings:
+    """Where and how a plan runs on this host.
+
+    ``hook_in_process``: install torch's hook only inside the cases' processes. ``ceiling``: measure the
+    folder with fio first.
+    """
+
+    plan: Plan
+    folder: Path
+    root: Path
+    run_id: str
+    host: str
+    hook_in_process: bool = False
+    ceiling: bool = True
+
+
+class InterruptedRunError(BaseException):
+    """Ctrl-C or SIGTERM; not an Exception, so that no handler of errors takes it for one."""
+
+
+@dataclass
+class _Row:
+    """One case while it is measured."""
+
+    case: Case
+    result: CaseResult
+    process: CaseProcess | None = None
+    sizes: set[int] = field(default_factory=set)
+
+    def end(self, status: Status, reason: str) -> None:
+        self.result.status, self.result.reason = status, reason
+        if status != "ok":
+            self.result.durable_bytes_per_second = None
+            self.result.verified = None if status == "skipped" else False
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+
+
+def run(settings: RunSettings, console: Console) -> HostReport:
+    """Run a plan on this host and write status.json and report.json into the run's folder.
+
+    Raises FolderError, HostBusyError or HookError before anything is written into the benchmark
+    folder, and InterruptedRunError after cleaning up when the run was interrupted.
+    """
+    preflight.check_folder(settings.folder)
+    folder = layout.run_folder(settings.root, settings.run_id)
+    settings.root.mkdir(parents=True, exist_ok=True)
+    with run_lock(layout.lock_file(settings.root), settings.run_id):
+        progress = RunProgress(
+            folder / layout.STATUS_FILE, folder / layout.LOG_FILE, settings.run_id, settings.host, console
+        )
+        with progress.shown(), _signals_raise():
+            return _Run(settings, folder, progress).go()
+
+
+class _Run:
+    def __init__(self, settings: RunSettings, folder: Path, progress: RunProgress) -> None:
+        self.settings = settings
+        self.plan = settings.plan
+        self.folder = folder
+        self.progress = progress
+        self.seed = self.plan.seed if self.plan.seed is not None else random.SystemRandom().getrandbits(32)
+        self.order = random.Random(self.seed)
+        self.work = settings.folder / f"fastpersist-bench-{settings.run_id}"
+        self.spent: dict[str, float] = defaultdict(float)
+        self.rows = [
+            _Row(case, CaseResult(workload=case.workload, writer=case.writer, tag=case.tag,
+                                  options=case.options.model_dump(exclude_defaults=True),
+                                  status="failed", reason="not reached"))
+            for case in self.plan.cases()
+        ]  # fmt: skip
+        self.samples_done = 0
+        self.samples_total = len(self.rows) * (self.plan.warmup + self.plan.repetitions)
+
+    def go(self) -> HostReport:
+        started_at, started = utc_now(), time.monotonic()
+        plan = self.plan.model_copy(update={"seed": self.seed})
+        write_json(self.folder / layout.PLAN_FILE, plan)
+        facts = collect_facts(self.settings.folder)
+        patch = hook.patch_state()
+        self.gpu_count = len(facts.gpus)
+        report = HostReport(
+            run_id=self.settings.run_id, host=self.settings.host, started_at=started_at,
+            finished_at=started_at, bench_version=bench.__version__,
+            plan=plan.model_dump(mode="json", exclude_defaults=True), facts=facts, patch=patch, cases=[],
+        )  # fmt: skip
+        self.progress.update(state="running", cases_total=len(self.rows))
+        try:
+            self.work.mkdir()
+            report.ceiling = self._ceiling(facts.filesystem.free_bytes)
+            for group in self._groups():
+                self._measure(group, report.ceiling)
+            self._check_mount(facts.filesystem.source)
+        except InterruptedRunError:
+            report.interrupted = True
+            for row in self.rows:
+                if row.result.reason == "not reached" or row.process is not None:
+                    row.end("failed", "the run was interrupted")
+            self.progress.update(state="interrupted", reason="interrupted by a signal", phase=None)
+            raise
+        except BaseException as error:
+            self.progress.update(state="failed", reason=str(error) or type(error).__name__, phase=None)
+            raise
+        finally:
+            for row in self.rows:
+                if row.process is not None:
+                    row.process.kill()
+            shutil.rmtree(self.work, ignore_errors=True)
+            report.cases = [row.result for row in self.rows]
+            report.finished_at = utc_now()
+            self.spent["rest"] = max(0.0, time.monotonic() - started - sum(self.spent.values()))
+            report.time_spent = dict(self.spent)
+            write_json(self.folder / layout.REPORT_FILE, report)
+        self.progress.update(state="finished", progress=1.0, case=None, phase=None, repetition=None)
+        return report
+
+    def _groups(self) -> Iterator[list[_Row]]:
+        """Rows that are measured in turns: those of one benchmark, or one by one when memory is short."""
+        rows = iter(self.rows)
+        for benchmark in self.plan.benchmarks:
+            group = [next(rows) for _ in benchmark.writers]
+            need = sum(memory_bytes(row.case) for row in group)
+            if need <= MEMORY_SHARE * preflight.memory_available():
+                yield group
+                continue
+            self.progress.say(
+                f"{benchmark.workload}: {need / GIB:.1f} GiB of memory would be needed to take the writers in "
+                "turns; they are measured one after the other instead"
+            )
+            yield from ([row] for row in group)
+
+    def _measure(self, group: list[_Row], ceiling: Ceiling | None) -> None:
+        host = preflight.look_at_host(self.work, self.gpu_count)
+        running = []
+        for row in group:
+            refusal = preflight.check_case(row.case, host)
+            if refusal is None:
+                running.append(row)
+            else:
+                row.end(refusal.status, refusal.reason)
+        self._each(running, self._start)
+        self._each(running, self._await_prepared)
+        rounds = self.plan.warmup + self.plan.repetitions
+        for number in range(rounds):
+            turn = [row for row in running if row.process is not None]
+            self.order.shuffle(turn)
+            for row in turn:
+                self._guard(row, lambda row=row, number=number: self._sample(row, number, rounds))  # type: ignore[misc]
+        for row in group:
+            self._finish(row, ceiling)
+
+    def _each(self, rows: Sequence[_Row], act: Callable[[_Row], None]) -> None:
+        for row in rows:
+            self._guard(row, lambda row=row: act(row))  # type: ignore[misc]
+
+    def _guard(self, row: _Row, act: Callable[[], None]) -> None:
+        """A case that ends costs its own row and no other."""
+        try:
+            act()
+        except CaseEndedError as error:
+            row.end(error.status, error.reason)
+
+    def _start(self, row: _Row) -> None:
+        case = row.case
+        number = self.rows.index(row)
+        name = f"{number:02d}-{case.workload}-{case.writer}"
+        place = self.work / name
+        place.mkdir()
+        row.process = CaseProcess(
+            CaseSpec(case=case, seed=self.seed, folder=place, root=self.settings.root,
+                     hook_in_process=self.settings.hook_in_process),
+            self.folder / layout.CASES_FOLDER / f"{name}.log",
+        )  # fmt: skip
+        row.process.command("prepare")
+
+    def _await_prepared(self, row: _Row) -> None:
+        if row.process is None:
+            return
+        self.progress.update(case=_name(row.case), phase="setup", repetition=None)
+        with self._timed("setup"):
+            event = self._event(row, "prepared")
+        row.result.payload_bytes = event["payload_bytes"]
+        row.result.setup_seconds = sum(event["seconds"].values())
+
+    def _sample(self, row: _Row, number: int, rounds: int) -> None:
+        assert row.process is not None
+        warmup = number < self.plan.warmup
+        self.progress.update(
+            case=_name(row.case),
+            phase="warmup" if warmup else "save",
+            repetition=max(0, number - self.plan.warmup) + 1,
+            repetitions=self.plan.repetitions,
+        )
+        last = number == rounds - 1
+        with self._timed("settle"):
+            row.process.command("sample", check=last)
+            self._event(row, "phase")
+        with self._timed("saves"):
+            event = self._event(row, "sampled")
+        sample = Sample(
+            ack_seconds=event["ack_seconds"], durable_seconds=event["durable_seconds"], warmup=warmup
+        )
+        row.result.samples.append(sample)
+        row.result.file_bytes = event["file_bytes"]
+        row.result.statistics = event["statistics"]
+        row.sizes.add(event["file_bytes"])
+        if len(row.sizes) > 1:
+            raise CaseEndedError("failed", f"the same data gave files of different sizes: {sorted(row.sizes)} bytes")
+        self.samples_done += 1
+        self.progress.update(
+            progress=self.samples_done / self.samples_total,
+            last_bytes_per_second=(row.result.payload_bytes / sample.durable_seconds) or None,
+        )
+        if last:
+            self._check(row)
+
+    def _check(self, row: _Row) -> None:
+        with self._timed("verify"):
+            while (event := self._event(row, "phase", "checked"))["event"] == "phase":
+                self.progress.update(phase=event["phase"])
+        row.result.verified = event["verified"]
+        row.result.resumable = event["resumable"]
+        row.result.resume_reason = event["resume_reason"]
+        row.result.sha256 = event["sha256"]
+        row.result.status, row.result.reason = "ok", None
+
+    def _finish(self, row: _Row, ceiling: Ceiling | None) -> None:
+        if row.process is not None:
+            row.process.stop()
+            row.process = None
+        result = row.result
+        if result.status == "ok":
+            counted = [sample.durable_seconds for sample in result.samples if not sample.warmup]
+            middle = stats.median(counted)
+            result.durable_bytes_per_second = result.payload_bytes / middle
+            result.spread = stats.spread(counted)
+            result.unstable = result.spread > stats.UNSTABLE_SPREAD
+            if ceiling is not None and ceiling.write_bytes_per_second and result.verified:
+                result.ceiling_share = result.durable_bytes_per_second / ceiling.write_bytes_per_second
+            self.progress.say(log_line(row.case.tag, result.payload_bytes, middle))
+            if row.case.options.statistics and result.statistics:
+                self.progress.say(f"  stats = {result.statistics}")
+        else:
+            self.progress.say(f"{row.case.tag} -- {result.status}: {result.reason}")
+        done = [row for row in self.rows if row.result.reason != "not reached"]
+        self.samples_done = len(done) * (self.plan.warmup + self.plan.repetitions)
+        self.progress.update(
+            progress=self.samples_done / self.samples_total,
+            cases_done=len(done),
+            cases_failed=sum(row.result.status in ("failed", "timeout") for row in done),
+        )
+
+    def _event(self, row: _Row, *wanted: str) -> dict[str, Any]:
+        assert row.process is not None
+        event = row.process.event(self.plan.case_timeout_seconds)
+        if event["event"] not in wanted:
+            raise CaseEndedError("failed", f"the case's process said {event['event']!r} out of turn; see its log")
+        return event
+
+    def _ceiling(self, free_bytes: int) -> Ceiling | None:
+        if not self.settings.ceiling:
+            return None
+        self.progress.update(case="ceiling", phase="fio")
+        with self._timed("ceiling"):
+            ceiling = measure_ceiling(self.work, free_bytes, preflight.takes_direct_io(self.work))
+        if ceiling.reason:
+            self.progress.say(f"ceiling not measured: {ceiling.reason}")
+        return ceiling
+
+    def _check_mount(self, source: str) -> None:
+        now = filesystem_of(self.settings.folder).source
+        if now != source:
+            for row in self.rows:
+                row.end("failed", f"the folder moved from {source} to {now} during the run: another mount")
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[what] += time.monotonic() - start
+
+
+def log_line(tag: str, payload_bytes: int, seconds: float) -> str:
+    """One measured case in upstream's format; its GB is 1024^3 bytes, and seconds are until durable."""
+    size = payload_bytes / GIB
+    return f"{tag} -- {size:5.2f} GB, {seconds:5.2f} secs, {size / seconds:5.2f} GB/s"
+
+
+def _name(case: Case) -> str:
+    return f"{case.workload} {case.writer}"
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        # Once: a second Ctrl-C must not break the cleaning up.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise InterruptedRunError
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
