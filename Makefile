@@ -7,6 +7,9 @@ FOLDER    ?=
 FORKS     ?=
 ARGS      ?=
 CONFIRM   ?=
+RUN       ?=
+RETRY     ?=
+ACCEPT_NEW_KEYS ?=
 
 VENV      := .venv
 STAMP     := $(VENV)/.whole
@@ -16,9 +19,18 @@ DATA_ROOT := $(or $(BENCH_RUNTIME_ROOT),$(or $(XDG_DATA_HOME),$(HOME)/.local/sha
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
+export ACCEPT_NEW_KEYS
+ifneq ($(filter 1 true yes,$(ACCEPT_NEW_KEYS)),)
+export ANSIBLE_SSH_EXTRA_ARGS := -o StrictHostKeyChecking=accept-new
+endif
 
 PLAYBOOK = ansible-playbook --inventory $(INVENTORY) --limit '$(HOSTS)' $(if $(FORKS),--forks $(FORKS)) \
 	$(if $(FOLDER),--extra-vars 'bench_folder=$(FOLDER)')
+
+ON_HOSTS = $(foreach source,$(INVENTORY),--inventory '$(source)') --hosts '$(HOSTS)'
+OF_RUN   = $(if $(RUN),--run '$(RUN)')
+# In `make provision run` a host that can't be provisioned costs its own row in the verdict, not everybody's run.
+GOES_ON  = $(if $(filter run,$(MAKECMDGOALS)),-)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -26,7 +38,7 @@ PLAYBOOK = ansible-playbook --inventory $(INVENTORY) --limit '$(HOSTS)' $(if $(F
 
 .PHONY: help
 help: ## print this
-	@echo "make TARGET [HOSTS=localhost] [INVENTORY=inventory] [PLAN=quick] [FOLDER=] [FORKS=] [ARGS=]"
+	@echo "make TARGET [HOSTS=localhost] [INVENTORY=inventory] [PLAN=quick] [FOLDER=] [FORKS=] [ARGS=] [RUN=latest] [RETRY=] [ACCEPT_NEW_KEYS=]"
 	@awk -F ':[^#]*## ' '/^[a-z][a-z-]*:[^#]*## / {printf "  %-12s %s\n", $$1, $$2} \
 		/^## / {printf "\n%s\n", substr($$0, 4)}' $(MAKEFILE_LIST)
 
@@ -34,11 +46,36 @@ help: ## print this
 
 .PHONY: provision
 provision: hosts-match ## make HOSTS ready: array where asked for, torch, DeepSpeed, compiled ops, the patch
-	@$(PLAYBOOK) playbooks/provision.yml $(ARGS)
+	$(GOES_ON)@$(PLAYBOOK) playbooks/provision.yml $(if $(GOES_ON),,$(ARGS))
 
 .PHONY: run
-run: hosts-match ## measure PLAN on HOSTS, collect, print the verdicts (ARGS=--dry-run: only say what it would write)
-	@$(PLAYBOOK) --extra-vars 'bench_run_plan=$(PLAN)' playbooks/run.yml $(ARGS)
+run: $(STAMP) ## measure PLAN on HOSTS, watch, collect, print the verdicts (RETRY=last: who did not pass; ARGS=--dry-run)
+	@bench audit '$(PLAN)' $(ON_HOSTS) $(if $(RETRY),--retry '$(RETRY)') $(if $(FOLDER),--folder '$(FOLDER)') \
+		$(if $(FORKS),--forks $(FORKS)) $(ARGS)
+
+.PHONY: hosts
+hosts: $(STAMP) ## list the hosts that HOSTS names, and how they are reached
+	@bench hosts $(ON_HOSTS)
+
+.PHONY: status
+status: $(STAMP) ## say once what every host of the latest run (or RUN) is doing
+	@bench status $(OF_RUN)
+
+.PHONY: watch
+watch: $(STAMP) ## attach to the run and show it until it has ended everywhere
+	@bench watch $(OF_RUN) $(ARGS)
+
+.PHONY: collect
+collect: $(STAMP) ## fetch the reports and logs that are ready
+	@bench collect $(OF_RUN) $(ARGS)
+
+.PHONY: report
+report: $(STAMP) ## judge every targeted host, write the pages, print the verdicts
+	@bench report $(OF_RUN) $(ARGS)
+
+.PHONY: cancel
+cancel: $(STAMP) ## stop the run on all of its hosts
+	@bench cancel $(OF_RUN) $(ARGS)
 
 .PHONY: rollback
 rollback: hosts-match ## put the original serialization.py back on HOSTS, byte for byte

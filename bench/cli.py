@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
-from typing import NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 import bench
+from bench.layout import default_runtime_root
+from bench.plan import MIB
 
 app = typer.Typer(
     name="bench",
@@ -26,6 +31,10 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+ops_app = typer.Typer(help="DeepSpeed's compiled ops: build once, check.", no_args_is_help=True)
+app.add_typer(ops_app, name="ops")
+
+
 @app.callback()
 def _root(
     version: bool = typer.Option(
@@ -33,6 +42,340 @@ def _root(
     ),
 ) -> None:
     """Checkpoint throughput benchmark for GPU nodes."""
+
+
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        help="Where checkpoints are written and removed again. Default: the array's mount, else a cache folder.",
+    ),
+]
+Root = Annotated[
+    Path | None, typer.Option("--root", help="The runtime root with ops and runs. Default: around this venv.")
+]
+Gpu = Annotated[bool, typer.Option("--gpu", help="Data on the GPU.")]
+Device = Annotated[int, typer.Option("--device", min=0, help="Which GPU, counted from 0.")]
+NoPatch = Annotated[
+    bool,
+    typer.Option("--no-patch", help="Install torch's hook only inside this benchmark's processes; no file changes."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print each case and the bytes it would write; write nothing.")]
+Writers = Annotated[
+    list[str] | None, typer.Option("--writer", help="Only this writer; repeat for several. Default: the published five.")
+]
+Repetitions = Annotated[int, typer.Option("--repetitions", min=1, help="Counted saves of each writer.")]
+Warmup = Annotated[int, typer.Option("--warmup", min=0, help="Saves before those, recorded but not counted.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of data and order. Default: drawn and recorded.")]
+Zipfile = Annotated[
+    bool, typer.Option("--zipfile", help="torch's zip format. It bypasses the FastPersist hook.")
+]
+IoBufferMb = Annotated[
+    int, typer.Option("--io_buffer_mb", "--io-buffer-mb", min=1, help="Size of the I/O buffer, in MiB.")
+]
+NoStatistics = Annotated[
+    bool, typer.Option("--no-statistics", "--no_statistics", help="Do not print the writers' own statistics.")
+]
+SingleIoBuffer = Annotated[
+    bool, typer.Option("--single_io_buffer", "--single-io-buffer", help="One I/O buffer, not two in turns.")
+]
+BlockMb = Annotated[
+    int | None, typer.Option("--block_mb", "--block-mb", min=1, help="Block size of the I/O handle, in MiB.")
+]
+QueueDepth = Annotated[int | None, typer.Option("--queue_depth", "--queue-depth", min=1, help="Requests in flight.")]
+SingleSubmit = Annotated[
+    bool | None, typer.Option("--single_submit/--batch_submit", help="Submit requests one by one, or in batches.")
+]
+OverlapEvents = Annotated[
+    bool | None,
+    typer.Option("--overlap_events/--no-overlap_events", help="Submit new requests while others complete, or not."),
+]
+Parallelism = Annotated[
+    int | None,
+    typer.Option("--intra_op_parallelism", "--intra-op-parallelism", min=1, help="Threads of the I/O handle."),
+]
+ModelName = Annotated[str, typer.Option("--model", help="tiny-t5, gpt2-large, phi3, phi3-v or llama3-1B.")]
+Pretrained = Annotated[
+    str | None, typer.Option("--pretrained", help="Weights from a hub name or a folder instead of random ones.")
+]
+Optimizer = Annotated[bool, typer.Option("--optimizer", help="Save an Adam optimizer's state too.")]
+Fused = Annotated[bool, typer.Option("--fused", help="The fused optimizer; needs --gpu.")]
+Half = Annotated[bool, typer.Option("--half", help="fp16 weights.")]
+
+
+@app.command("run")
+def run_command(
+    plan: Annotated[str, typer.Argument(help="A plan that ships (see bench plans) or a .yml file.")] = "quick",
+    folder: Folder = None,
+    root: Root = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Default: a new one.")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Name of this host in the report.")] = None,
+    gpu: Gpu = False,
+    device: Device = 0,
+    no_patch: NoPatch = False,
+    ceiling: Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the folder with fio first.")] = True,
+    seed: Seed = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a whole plan on this host and write report.json."""
+    from bench.host.command import run_plan
+    from bench.plan import load_plan
+
+    chosen = load_plan(plan)
+    if gpu:
+        chosen = chosen.on_gpu(device)
+    if seed is not None:
+        chosen = chosen.model_copy(update={"seed": seed})
+    _end(run_plan(chosen, folder, root, run_id, host, no_patch, ceiling, dry_run))
+
+
+@app.command("plans")
+def plans_command() -> None:
+    """List the plans that ship."""
+    from bench.plan import load_plan, shipped_plans
+
+    for name in shipped_plans():
+        typer.echo(f"{name:<10} {load_plan(name).description}")
+
+
+@app.command("torch-save-tensor")
+def torch_save_tensor(
+    folder: Folder = None,
+    mb_size: Annotated[int, typer.Option("--mb_size", "--mb-size", min=1, help="Size of the tensor, in MiB.")] = 1024,
+    zipfile: Zipfile = False,
+    gpu: Gpu = False,
+    device: Device = 0,
+    io_buffer_mb: IoBufferMb = 64,
+    no_statistics: NoStatistics = False,
+    single_io_buffer: SingleIoBuffer = False,
+    block_mb: BlockMb = None,
+    queue_depth: QueueDepth = None,
+    single_submit: SingleSubmit = None,
+    overlap_events: OverlapEvents = None,
+    intra_op_parallelism: Parallelism = None,
+    writer: Writers = None,
+    repetitions: Repetitions = 3,
+    warmup: Warmup = 1,
+    seed: Seed = None,
+    no_patch: NoPatch = False,
+    dry_run: DryRun = False,
+    root: Root = None,
+) -> None:
+    """A raw tensor through torch.save, by every published writer."""
+    _single(
+        "tensor", writer, folder, root, repetitions, warmup, seed, no_patch, dry_run,
+        size_bytes=mb_size * MIB, zipfile=zipfile, gpu=gpu, device=device,
+        **_io(io_buffer_mb, no_statistics, single_io_buffer, block_mb, queue_depth, single_submit, overlap_events,
+              intra_op_parallelism),
+    )  # fmt: skip
+
+
+@app.command("torch-save-model")
+def torch_save_model(
+    folder: Folder = None,
+    model: ModelName = "tiny-t5",
+    pretrained: Pretrained = None,
+    optimizer: Optimizer = False,
+    fused: Fused = False,
+    half: Half = False,
+    zipfile: Zipfile = False,
+    gpu: Gpu = False,
+    device: Device = 0,
+    io_buffer_mb: IoBufferMb = 64,
+    no_statistics: NoStatistics = False,
+    single_io_buffer: SingleIoBuffer = False,
+    block_mb: BlockMb = None,
+    queue_depth: QueueDepth = None,
+    single_submit: SingleSubmit = None,
+    overlap_events: OverlapEvents = None,
+    intra_op_parallelism: Parallelism = None,
+    writer: Writers = None,
+    repetitions: Repetitions = 3,
+    warmup: Warmup = 1,
+    seed: Seed = None,
+    no_patch: NoPatch = False,
+    dry_run: DryRun = False,
+    root: Root = None,
+) -> None:
+    """A Hugging Face model through torch.save, by every published writer."""
+    _single(
+        "model", writer, folder, root, repetitions, warmup, seed, no_patch, dry_run,
+        model=model, pretrained=pretrained, optimizer=optimizer, fused=fused, half=half, zipfile=zipfile, gpu=gpu,
+        device=device,
+        **_io(io_buffer_mb, no_statistics, single_io_buffer, block_mb, queue_depth, single_submit, overlap_events,
+              intra_op_parallelism),
+    )  # fmt: skip
+
+
+@app.command("deepspeed-save-model")
+def deepspeed_save_model(
+    folder: Folder = None,
+    model: ModelName = "tiny-t5",
+    pretrained: Pretrained = None,
+    optimizer: Optimizer = False,
+    fused: Fused = False,
+    half: Half = False,
+    zero_stage: Annotated[int, typer.Option("--zero_stage", "--zero-stage", min=0, max=3, help="ZeRO stage.")] = 0,
+    cpu_offload: Annotated[bool, typer.Option("--cpu_offload", "--cpu-offload", help="Offload the optimizer.")] = False,
+    zipfile: Zipfile = False,
+    gpu: Gpu = False,
+    device: Device = 0,
+    io_buffer_mb: IoBufferMb = 64,
+    no_statistics: NoStatistics = False,
+    single_io_buffer: SingleIoBuffer = False,
+    block_mb: BlockMb = None,
+    queue_depth: QueueDepth = None,
+    single_submit: SingleSubmit = None,
+    overlap_events: OverlapEvents = None,
+    intra_op_parallelism: Parallelism = None,
+    writer: Writers = None,
+    repetitions: Repetitions = 3,
+    warmup: Warmup = 1,
+    seed: Seed = None,
+    no_patch: NoPatch = False,
+    dry_run: DryRun = False,
+    root: Root = None,
+) -> None:
+    """A model in a DeepSpeed engine through save_checkpoint; also: can training resume from it?"""
+    _single(
+        "engine", writer, folder, root, repetitions, warmup, seed, no_patch, dry_run,
+        model=model, pretrained=pretrained, optimizer=optimizer, fused=fused, half=half, zero_stage=zero_stage,
+        cpu_offload=cpu_offload, zipfile=zipfile, gpu=gpu, device=device,
+        **_io(io_buffer_mb, no_statistics, single_io_buffer, block_mb, queue_depth, single_submit, overlap_events,
+              intra_op_parallelism),
+    )  # fmt: skip
+
+
+@app.command("torch-save-load-model")
+def torch_save_load_model(
+    folder: Folder = None,
+    model: ModelName = "tiny-t5",
+    pretrained: Pretrained = None,
+    optimizer: Optimizer = False,
+    fused: Fused = False,
+    half: Half = False,
+    safetensors: Annotated[bool, typer.Option("--safetensors", help="Also save with safetensors.")] = False,
+    regular_torch_save: Annotated[
+        bool, typer.Option("--regular_torch_save", "--regular-torch-save", help="Also save with plain torch.save.")
+    ] = False,
+    zipfile: Zipfile = False,
+    gpu: Gpu = False,
+    device: Device = 0,
+    io_buffer_mb: IoBufferMb = 64,
+    no_statistics: NoStatistics = False,
+    single_io_buffer: SingleIoBuffer = False,
+    block_mb: BlockMb = None,
+    queue_depth: QueueDepth = None,
+    single_submit: SingleSubmit = None,
+    overlap_events: OverlapEvents = None,
+    intra_op_parallelism: Parallelism = None,
+    writer: Writers = None,
+    repetitions: Repetitions = 1,
+    warmup: Warmup = 0,
+    seed: Seed = None,
+    no_patch: NoPatch = False,
+    dry_run: DryRun = False,
+    root: Root = None,
+) -> None:
+    """Save a model with FastPersist, scramble it, load it back: bit-equal tensors and equal logits, or an error."""
+    chosen = writer or ["ds_aio", *["torch_save"] * regular_torch_save, *["safetensors"] * safetensors]
+    _single(
+        "roundtrip", chosen, folder, root, repetitions, warmup, seed, no_patch, dry_run,
+        model=model, pretrained=pretrained, optimizer=optimizer, fused=fused, half=half, zipfile=zipfile, gpu=gpu,
+        device=device,
+        **_io(io_buffer_mb, no_statistics, single_io_buffer, block_mb, queue_depth, single_submit, overlap_events,
+              intra_op_parallelism),
+    )  # fmt: skip
+
+
+def _io(
+    io_buffer_mb: int,
+    no_statistics: bool,
+    single_io_buffer: bool,
+    block_mb: int | None,
+    queue_depth: int | None,
+    single_submit: bool | None,
+    overlap_events: bool | None,
+    intra_op_parallelism: int | None,
+) -> dict[str, Any]:
+    """The options of buffers and handle that the four benchmarks share, under the plan's names."""
+    return {
+        "io_buffer_bytes": io_buffer_mb * MIB,
+        "statistics": not no_statistics,
+        "double_buffer": not single_io_buffer,
+        "block_bytes": block_mb * MIB if block_mb else None,
+        "queue_depth": queue_depth,
+        "single_submit": single_submit,
+        "overlap_events": overlap_events,
+        "intra_op_parallelism": intra_op_parallelism,
+    }
+
+
+def _single(
+    workload: str,
+    writers: list[str] | None,
+    folder: Path | None,
+    root: Path | None,
+    repetitions: int,
+    warmup: int,
+    seed: int | None,
+    no_patch: bool,
+    dry_run: bool,
+    **options: Any,
+) -> NoReturn:
+    from bench.host.command import run_plan
+    from bench.plan import PUBLISHED_WRITERS, parse_plan
+
+    plan = parse_plan(
+        {
+            "name": workload,
+            "repetitions": repetitions,
+            "warmup": warmup,
+            "seed": seed,
+            "benchmarks": [
+                {"workload": workload, "writers": writers or list(PUBLISHED_WRITERS), "options": options}
+            ],
+        },
+        "command line",
+    )
+    _end(run_plan(plan, folder, root, None, None, no_patch, False, dry_run))
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
+
+
+@ops_app.command("build")
+def ops_build_command(root: Root = None, json_: AsJson = False) -> None:
+    """Compile the ops into the cache where they are not there yet, load them and try them."""
+    from bench.host import ops
+
+    _print_ops(ops.build(root or default_runtime_root()), json_)
+
+
+@ops_app.command("check")
+def ops_check_command(root: Root = None, json_: AsJson = False) -> None:
+    """Are the ops built, and do they work? Loads them in a fresh process and writes a file with them."""
+    from bench.host import ops
+
+    _print_ops(ops.check(root or default_runtime_root()), json_)
+
+
+def _print_ops(state: Any, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(state.as_dict()))
+        return
+    did = "compiled" if state.built else "already there"
+    typer.echo(f"{', '.join(state.ops)}: {did} in {state.folder} ({state.seconds:.1f} s)\n{state.smoke}")
+
+
+if importlib.util.find_spec("paramiko"):  # the controller's environment; a host has no use for these commands
+    from bench.fleet.commands import app as fleet_app
+
+    app.add_typer(fleet_app)
+
+
+def _end(code: int) -> NoReturn:
+    raise typer.Exit(code)
 
 
 def _fail(message: str) -> NoReturn:

@@ -40,9 +40,10 @@ def holder(tmp_path):
 
 def test_a_second_run_is_refused_and_told_who_runs(holder):
     path, process = holder
-    with pytest.raises(HostBusyError, match=f"run {OTHER}, pid {process.pid}, for \\d+ s.*make watch RUN={OTHER}"):
-        with run_lock(path, RUN):
-            pass
+    with pytest.raises(
+        HostBusyError, match=f"run {OTHER}, pid {process.pid}, for \\d+ s.*make watch RUN={OTHER}"
+    ), run_lock(path, RUN):
+        pass
     assert read_owner(path).run_id == OTHER
 
 
@@ -69,7 +70,9 @@ def test_it_is_free_again_after_the_run_also_after_an_error(tmp_path):
 def test_a_child_that_outlived_its_killed_owner_is_named(tmp_path):
     """A forked child keeps the flock: starting beside it would measure two writers at once."""
     path = tmp_path / "run.lock"
-    script = HOLD.replace("time.sleep(60)", "import os\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)")
+    script = HOLD.replace(
+        "time.sleep(60)", "import os\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(path), OTHER], stdout=subprocess.PIPE, text=True, cwd=CHECKOUT
     )
@@ -83,7 +86,9 @@ def test_a_child_that_outlived_its_killed_owner_is_named(tmp_path):
         _kill_holders(path)
 
 
-@pytest.mark.parametrize("text", ["", "not json", "[]", '{"run_id": 1}', '{"run_id":"a","pid":1,"since":"never"}'])
+@pytest.mark.parametrize(
+    "text", ["", "not json", "[]", '{"run_id": 1}', '{"run_id":"a","pid":1,"since":"never"}']
+)
 def test_a_lock_file_full_of_nonsense_does_no_harm(tmp_path, text):
     path = tmp_path / "run.lock"
     path.write_text(text)

@@ -1,0 +1,240 @@
+"""What a person sees in the terminal at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.fleet.store import plain
+from bench.fleet.verdict import UNWRITTEN, gib_per_second
+from bench.fleet.watch import duration
+from bench.plan import GIB
+from bench.results import CaseResult, FleetReport, HostOutcome, HostReport
+
+# Hosts whose whole tables are printed; of a larger fleet only those that did not pass, up to as many.
+FULL_TABLES = 4
+# Lines about hosts that did not pass, before the rest is only counted.
+MAX_LINES = 50
+VERDICT_ORDER = ("FAILED", "UNREACHABLE", "SLOW", "SKIPPED", "PASS")
+NARROW = 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a host's table, in words. ``note`` replaces the figures of a row that has none."""
+
+    workload: str
+    writer: str
+    tag: str
+    size: str
+    rate: str = "-"
+    ratio: str = "-"
+    share: str = "-"
+    spread: str = "-"
+    verified: str = "-"
+    resumes: str = "-"
+    status: str = "ok"
+    note: str | None = None
+    remark: str | None = None
+
+
+def rows(report: HostReport) -> list[Row]:
+    """A host's table; torch_save of the same workload and size is what the others are compared with."""
+    base = {
+        _group(case): case.durable_bytes_per_second for case in report.cases if case.writer == "torch_save"
+    }
+    return [_row(case, base.get(_group(case))) for case in report.cases]
+
+
+def host_lines(report: HostReport, width: int) -> list[str]:
+    """The table of one host, at most ``width`` characters a line where the words allow it."""
+    table = rows(report)
+    wide = width >= NARROW
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("workload", lambda row: row.workload),
+        ("writer", lambda row: row.writer),
+        ("size", lambda row: row.size),
+        ("durable", lambda row: row.rate),
+        ("x torch_save" if wide else "x", lambda row: row.ratio),
+    ]
+    if wide:
+        columns += [("of ceiling", lambda row: row.share), ("spread", lambda row: row.spread)]
+    columns += [("verified", lambda row: row.verified)]
+    if wide:
+        columns += [("resumes", lambda row: row.resumes)]
+    columns += [("status", lambda row: row.status)]
+    widths = [max(len(title), *(len(cell(row)) for row in table), 1) for title, cell in columns]
+    lines = [*header_lines(report), "  " + _join([title for title, _ in columns], widths)]
+    for row in table:
+        if row.note is None:
+            lines.append("  " + _join([cell(row) for _, cell in columns], widths))
+            if row.remark:
+                lines.append(f"      {row.remark}")
+        else:
+            lines.append(
+                "  " + _join([row.workload, row.writer, row.size], widths[:3]) + f"  {row.status}: {row.note}"
+            )
+    return lines
+
+
+def header_lines(report: HostReport) -> list[str]:
+    """What machine and software this was, in one line or two."""
+    facts = report.facts
+    software = facts.software
+    words = [plain(report.host, 60), _drives(report), plain(facts.filesystem.type, 20)]
+    if facts.gpus:
+        words.append(f"{len(facts.gpus)} x {plain(facts.gpus[0].name, 40)}")
+    words.append(
+        f"torch {plain(software.get('torch') or report.patch.torch_version, 30)} {report.patch.state}"
+    )
+    if software.get("deepspeed"):
+        words.append(f"DeepSpeed {plain(software['deepspeed'], 30)}")
+    if report.ceiling and report.ceiling.write_bytes_per_second:
+        words.append(f"ceiling {gib_per_second(report.ceiling.write_bytes_per_second)}")
+    elif report.ceiling and report.ceiling.reason:
+        words.append(f"no ceiling: {plain(report.ceiling.reason, 120)}")
+    return ["   ".join(word for word in words if word)]
+
+
+def final_line(outcome: HostOutcome, report: HostReport | None, where: str) -> str:
+    """The verdict on one host with where its time went."""
+    reason = f": {plain(outcome.reason)}" if outcome.reason else ""
+    if report is None:
+        return f"{outcome.verdict}{reason}   {where}"
+    total = (report.finished_at - report.started_at).total_seconds()
+    parts = ", ".join(f"{plain(name, 20)} {duration(seconds)}" for name, seconds in time_spent(report, total))
+    return f"{outcome.verdict} in {duration(total)}{f' ({parts})' if parts else ''}{reason}   {where}"
+
+
+def time_spent(report: HostReport, total: float) -> list[tuple[str, float]]:
+    """Where a host's time went, longest first; what is not accounted for is ``rest``."""
+    spent = sorted(report.time_spent.items(), key=lambda item: -item[1])[:8]
+    rest = total - sum(report.time_spent.values())
+    return [*spent, ("rest", rest)] if spent and rest >= 1 else spent
+
+
+def fleet_lines(
+    fleet: FleetReport, report_of: Callable[[HostOutcome], HostReport | None], width: int, where: str
+) -> list[str]:
+    """All that is printed at the end: tables, one line for each host that did not pass, and the verdict."""
+    if len(fleet.hosts) == 1:
+        outcome = fleet.hosts[0]
+        report = report_of(outcome)
+        return [
+            *(host_lines(report, width) if report else [outcome.name]),
+            final_line(outcome, report, where),
+        ]
+    ordered = worst_first(fleet.hosts)
+    lines: list[str] = []
+    detailed = (
+        ordered
+        if len(ordered) <= FULL_TABLES
+        else [one for one in ordered if one.verdict != "PASS"][:FULL_TABLES]
+    )
+    for outcome in detailed:
+        report = report_of(outcome)
+        if report is not None:
+            lines += [*host_lines(report, width), ""]
+    telling = (
+        ordered
+        if len(ordered) <= MAX_LINES
+        else [one for one in ordered if one.verdict != "PASS"][:MAX_LINES]
+    )
+    names = max((len(plain(one.name, 60)) for one in telling), default=4)
+    for outcome in telling:
+        lines.append(
+            f"{plain(outcome.name, 60):<{names}}  {outcome.verdict:<11}  {plain(outcome.reason or '')}".rstrip()
+        )
+    untold = len(ordered) - len(telling)
+    if untold:
+        lines.append(f"and {untold} more")
+    return [*lines, f"{fleet_verdict(fleet.hosts)}   {where}"]
+
+
+def fleet_verdict(hosts: Sequence[HostOutcome]) -> str:
+    """The fleet in one line: PASS only when every host passed."""
+    counts = {verdict: sum(host.verdict == verdict for host in hosts) for verdict in VERDICT_ORDER}
+    words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    if counts["PASS"] == len(hosts):
+        return f"PASS: all {len(hosts)} hosts"
+    worst = "FAILED" if counts["FAILED"] or counts["UNREACHABLE"] or counts["SKIPPED"] else "SLOW"
+    return f"{worst}: {words} of {len(hosts)} hosts"
+
+
+def worst_first(hosts: Iterable[HostOutcome]) -> list[HostOutcome]:
+    """Hosts in the order in which somebody should look at them."""
+    return sorted(hosts, key=lambda host: (VERDICT_ORDER.index(host.verdict), host.name))
+
+
+def size_words(count: int) -> str:
+    """Bytes as people read them: ``14.2 GiB``, ``256 MiB``."""
+    for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
+        if count >= unit:
+            value = count / unit
+            return f"{value:.{2 if value < 10 and count % unit else 1 if value < 100 and count % unit else 0}f} {name}"
+    return f"{count} B"
+
+
+def _row(case: CaseResult, base: float | None) -> Row:
+    rate = case.durable_bytes_per_second
+    row = Row(
+        workload=plain(case.workload, 12),
+        writer=plain(case.writer, 20),
+        tag=plain(case.tag, 30),
+        size=size_words(case.payload_bytes) if case.payload_bytes else "-",
+        status=case.status,
+    )
+    if case.status != "ok":
+        return _with(row, note=plain(case.reason or "no reason given"))
+    if case.writer in UNWRITTEN:
+        words = (
+            f"{gib_per_second(rate)}, nothing is written: the ceiling of serialization"
+            if rate
+            else "nothing is written"
+        )
+        return _with(row, note=words)
+    return _with(
+        row,
+        rate=gib_per_second(rate) if rate else "-",
+        ratio=f"{rate / base:.1f}" if rate and base else "-",
+        share=f"{case.ceiling_share:.0%}" if case.ceiling_share is not None else "-",
+        spread=(f"{case.spread:.0%}" if case.spread is not None else "-") + ("!" if case.unstable else ""),
+        verified=_yes(case.verified),
+        resumes=_yes(case.resumable),
+        remark=f"does not resume: {plain(case.resume_reason)}"
+        if case.resumable is False and case.resume_reason
+        else None,
+    )
+
+
+def _with(row: Row, **changes: str | None) -> Row:
+    return Row(**{**row.__dict__, **changes})
+
+
+def _group(case: CaseResult) -> tuple[str, int, str]:
+    chosen = {key: value for key, value in case.options.items() if key not in ("zipfile",)}
+    return case.workload, case.payload_bytes, repr(sorted(chosen.items()))
+
+
+def _yes(value: bool | None) -> str:
+    return "-" if value is None else "yes" if value else "no"
+
+
+def _drives(report: HostReport) -> str:
+    facts = report.facts
+    if not facts.drives:
+        return ""
+    first = facts.drives[0]
+    name = plain(first.model or first.name, 40)
+    size = f" {first.size_bytes / 1000**4:.2f} TB" if first.size_bytes else ""
+    array = f", {plain(facts.array.level, 12)}" if facts.array else ""
+    return f"{len(facts.drives)} x {name}{size}{array}"
+
+
+def _join(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Words to the left (the first two columns), figures to the right."""
+    parts = [
+        f"{cell:<{width}}" if place < 2 else f"{cell:>{width}}"
+        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(parts).rstrip()
