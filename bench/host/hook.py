@@ -89,9 +89,13 @@ def hook_is_live() -> bool:
     """Proof by behaviour: does ``torch.save`` in this process hand storages to a file object that takes them?
 
     Saves one byte in the legacy format to an object in memory. False also when torch calls the method
-    with anything but one list of (storage, dtype) pairs and ``save_size=True``.
+    with anything but one list of (storage, dtype) pairs and ``save_size=True``. Raises HookError without a
+    torch that can be imported.
     """
-    torch = importlib.import_module("torch")
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise HookError(f"torch can't be imported ({error}); run make provision again") from error
     recorder = _Recorder()
     tensor = torch.zeros(1, dtype=torch.uint8)
     torch.save(tensor, recorder, _use_new_zipfile_serialization=False)

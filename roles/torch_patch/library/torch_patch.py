@@ -114,18 +114,21 @@ def locate(venv, path):
 def patch(file, params, check_mode):
     """Put the hook in; returns the change, whether anything changed, and a line about the backup."""
     change = core.plan_present(file, core.parse_manifest(params["manifest"]), params["hook"])
+    key = (params["backup_folder"], file.version, core.sha256_of(change.original))
     notes = list(change.notes)
+    backed_up = True
     try:
-        core.read_backup(params["backup_folder"], file.version, core.sha256_of(change.original))
-        backup_changed = False
+        core.read_backup(*key)
     except core.PatchError as error:
-        backup_changed = True
-        notes.append(f"backup written ({error})")
-        if not check_mode:
+        backed_up = False
+        why = f" ({error})" if os.path.exists(core.backup_path(*key)) else ""
+        notes.append(f"the original goes to {core.backup_path(*key)}{why}")
+    if not check_mode:
+        if not backed_up:
             core.write_backup(params["backup_folder"], change, params["bench_version"])
-    if change.changed and not check_mode:
-        core.replace_torch_file(change)
-    return change, change.changed or backup_changed, notes
+        if change.changed:
+            core.replace_torch_file(change)
+    return change, change.changed or not backed_up, notes
 
 
 def restore(file, params, check_mode):
@@ -136,25 +139,26 @@ def restore(file, params, check_mode):
     return change, change.changed, change.notes
 
 
+def without_torch(where, present, check_mode):
+    """The result where torch is not installed; raises PatchError when there is nothing to patch."""
+    if present and not check_mode:
+        raise core.PatchError(f"torch is not installed in {where}; run make provision first")
+    # In check mode the role before this one has not installed torch either.
+    what = "it would be patched once installed" if present else "nothing to restore"
+    return {"changed": present, "path": "", "file_state": "missing", "msg": f"no torch in {where}; {what}"}
+
+
 def run(module):
     """Do what the task asks; raises PatchError or OSError."""
     params = module.params
     present = params["state"] == "present"
     path = locate(params["venv"], params["path"])
     if path is None:
-        where = params["venv"] or params["path"]
-        if present:
-            raise core.PatchError(f"torch is not installed in {where}; run make provision first")
-        return {
-            "changed": False,
-            "path": "",
-            "file_state": "missing",
-            "msg": f"no torch in {where}, nothing to restore",
-        }
+        return without_torch(params["venv"] or params["path"], present, module.check_mode)
     file = core.read_torch_file(path)
     change, changed, notes = (patch if present else restore)(file, params, module.check_mode)
-    would = "would be " if changed and module.check_mode else ""
-    was = f" (was {change.state_before})" if change.changed else " already" if not changed else ""
+    would = "would be " if change.changed and module.check_mode else ""
+    was = f" (was {change.state_before})" if change.changed else " already"
     result = {
         "changed": changed,
         "path": path,
@@ -193,8 +197,8 @@ def main():
         module.fail_json(msg=str(error))
     except OSError as error:
         module.fail_json(
-            msg=f"cannot write {error.filename}: {error.strerror}. The file is as it was; "
-            "run as the owner of the environment (become), and check free space and mount options"
+            msg=f"{error.filename or 'the new file'}: {error.strerror}. serialization.py is whole. "
+            "Run as the owner of the environment (become), and check free space and mount options"
         )
     module.exit_json(**result)
 
