@@ -1,6 +1,6 @@
 """What DeepSpeed's fast writer needs to be safe everywhere and to work without an accelerator.
 
-Nothing of DeepSpeed's is written to: :func:`install` swaps two names inside the running process.
+Nothing of DeepSpeed's is written to: :func:`install` swaps names inside the running process.
 
 * The byte cast. DeepSpeed's C++ cast views memory that it does not own (a freed size header is then
   written as garbage), hands a storage of one byte on uncast, and has no build for hosts without an
@@ -10,11 +10,14 @@ Nothing of DeepSpeed's is written to: :func:`install` swaps two names inside the
   (``mlock``) does not. Hosts with a GPU keep CUDA's pinned memory, which is faster to copy to.
 * The alignment. The handle says 512 bytes a thread whatever the device; :class:`AlignedHandle` says
   what the device needs.
+* The shared-memory collective, compiled for half a minute when an engine starts on a CPU. A single
+  process has no use for it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
 import mmap
 import os
@@ -66,6 +69,8 @@ def install(logical_block_bytes: int = HANDLE_SECTOR_BYTES) -> None:
 
     _logical_block_bytes = logical_block_bytes
     fast_file_writer.UtilsBuilder = _OwningCast
+    # By its full name: the package's attribute "torch" is torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = _nothing_to_share  # type: ignore[attr-defined]
     factory = writer_factory.CheckpointWriterFactory
     if getattr(factory, "_bench_installed", False):
         return
@@ -131,6 +136,10 @@ class _OwningCast:
         return self
 
     cast_to_byte_tensor = staticmethod(cast_to_byte_tensor)
+
+
+def _nothing_to_share() -> None:
+    """In place of the shared-memory collective, an op compiled at engine start: one rank has no peer to share with."""
 
 
 def _with_alignment(setup: Any) -> Any:

@@ -71,9 +71,15 @@ class RandomBytes:
         base = self._masked_base(mask)
         whole = flat.numel() // 8 * 8
         words = flat[:whole].view(torch.int64)
-        for start in range(0, words.numel(), base.numel()):
-            part = words[start : start + base.numel()]
-            torch.bitwise_xor(base[: part.numel()], self._next_word(mask), out=part)
+        # One operation for all whole blocks: a thread pool's barrier a block is slow on a busy machine.
+        blocks = words.numel() // base.numel()
+        if blocks:
+            keys = torch.tensor([self._next_word(mask) for _ in range(blocks)], device=base.device)
+            grid = words[: blocks * base.numel()].view(blocks, -1)
+            torch.bitwise_xor(base.unsqueeze(0), keys.unsqueeze(1), out=grid)
+        rest = words[blocks * base.numel() :]
+        if rest.numel():
+            torch.bitwise_xor(base[: rest.numel()], self._next_word(mask), out=rest)
         if whole < flat.numel():
             last = torch.bitwise_xor(base[:1], self._next_word(mask)).view(torch.uint8)
             flat[whole:] = last[: flat.numel() - whole]
