@@ -92,6 +92,11 @@ print(json.dumps(said))
 """
 
 
+def environment(*first: Path) -> dict[str, str]:
+    path = [*map(str, first), str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def installed() -> patching.TorchFile:
     return hook.torch_file()
 
@@ -122,10 +127,9 @@ class Overlay:
         self.file.write_bytes(pristine())
 
     def probe(self, *steps: str) -> dict[str, Any]:
-        path = os.pathsep.join([str(self.folder), str(CHECKOUT)])
         done = subprocess.run(
             [sys.executable, "-c", PROBE, *steps],
-            env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=environment(self.folder) | {"CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
             timeout=300,
@@ -234,15 +238,14 @@ def test_an_incomplete_installation_is_one_clear_line(
 
 def test_a_new_torch_version_gets_its_manifest_entry(overlay: Overlay) -> None:
     command = [sys.executable, "-m", "bench.host.hook"]
-    environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(
-        [*command, overlay.file], env=environment, capture_output=True, text=True, check=True
+        [*command, overlay.file], env=environment(), capture_output=True, text=True, check=True
     )
     known = hook.load_manifest()[installed().base_version]
     assert patching.parse_manifest({"versions": json.loads(done.stdout)}) == {installed().base_version: known}
     overlay.file.write_bytes(pristine() + b"# edited\n")
     done = subprocess.run(
-        [*command, overlay.file], env=environment, capture_output=True, text=True, check=False
+        [*command, overlay.file], env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert "RECORD" in done.stderr
