@@ -141,6 +141,16 @@ class Plan(BaseModel):
         """Every row of the plan, in order."""
         return [case for benchmark in self.benchmarks for case in benchmark.cases()]
 
+    def on_gpu(self, device: int) -> Plan:
+        """The same plan with the data of every benchmark on one GPU."""
+        moved = [
+            benchmark.model_copy(
+                update={"options": benchmark.options.model_copy(update={"gpu": True, "device": device})}
+            )
+            for benchmark in self.benchmarks
+        ]
+        return self.model_copy(update={"benchmarks": moved})
+
     @model_validator(mode="after")
     def _known_writers(self) -> Plan:
         self.cases()

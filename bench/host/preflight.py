@@ -87,7 +87,7 @@ def check_case(case: Case, host: Host) -> Refusal | None:
     if case.writer == "ds_gds" and not options.gpu:
         return Refusal("skipped", "GPUDirect Storage needs a GPU; give --gpu on a host that has one")
     if options.gpu and host.gpu_count == 0:
-        return Refusal("failed", "--gpu was given, but nvidia-smi shows no GPU here; leave --gpu out")
+        return Refusal("skipped", "needs a GPU, and nvidia-smi shows none here; leave --gpu out, or use plan quick")
     if options.gpu and options.device >= host.gpu_count:
         return Refusal("failed", f"--device {options.device} is not there: this host has {host.gpu_count} GPUs, from 0")
     if case.writer in ("ds_aio", "ds_gds", "direct") and not host.direct:

@@ -1,0 +1,103 @@
+"""What ``bench run`` and the four benchmarks do around a run: defaults, dry run, table, exit code."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import layout
+from bench.host import preflight
+from bench.host.estimate import file_bytes, payload_bytes
+from bench.host.facts import gpus
+from bench.host.run import InterruptedRunError, RunSettings, run
+from bench.plan import GIB, Plan, PlanError
+from bench.results import RUN_ID_PATTERN, new_run_id
+
+EXIT_OK = 0
+EXIT_ROWS_FAILED = 4
+EXIT_INTERRUPTED = 130
+
+
+def run_plan(
+    plan: Plan,
+    folder: Path | None,
+    root: Path | None,
+    run_id: str | None,
+    host: str | None,
+    no_patch: bool,
+    ceiling: bool,
+    dry_run: bool,
+) -> int:
+    """Run a plan on this host and print its table; returns the exit code.
+
+    0: every row that can run here is ok; 4: one is not; 130: interrupted. Raises a ValueError subclass
+    with a clear message when it could not start.
+    """
+    console = Console(highlight=False)
+    if run_id is not None and not RUN_ID_PATTERN.match(run_id):
+        raise PlanError(f"run id {run_id!r} is not of the form 20261129T174442Z-3f9c; leave it out for a new one")
+    chosen_folder = _folder(folder, make=not dry_run)
+    if dry_run:
+        return _print_dry_run(plan, chosen_folder, console)
+    settings = RunSettings(
+        plan=plan,
+        folder=chosen_folder,
+        root=root or layout.default_runtime_root(),
+        run_id=run_id or new_run_id(),
+        host=host or platform.node(),
+        hook_in_process=no_patch,
+        ceiling=ceiling,
+    )
+    try:
+        report = run(settings, console)
+    except InterruptedRunError:
+        console.print("interrupted: nothing half-written was left, the rows so far are in the report")
+        return EXIT_INTERRUPTED
+    from bench.report.text import host_table
+
+    console.print()
+    console.print(host_table(report))
+    console.print(f"report: {layout.run_folder(settings.root, settings.run_id) / layout.REPORT_FILE}", soft_wrap=True)
+    failed = any(case.status in ("failed", "timeout") for case in report.cases)
+    return EXIT_ROWS_FAILED if failed else EXIT_OK
+
+
+def _folder(folder: Path | None, make: bool) -> Path:
+    """The folder that was named, or the default one, which is made when it is missing."""
+    if folder is not None:
+        return folder.absolute()
+    default = layout.default_bench_folder()
+    if make:
+        default.mkdir(parents=True, exist_ok=True)
+    return default
+
+
+def _print_dry_run(plan: Plan, folder: Path, console: Console) -> int:
+    samples = plan.warmup + plan.repetitions
+    there = folder
+    while not there.exists():
+        there = there.parent
+    host = preflight.look_at_host(there, len(gpus()))
+    total = 0
+    problems = 0
+    console.print(f"plan {plan.name}: {plan.warmup} warm-up and {plan.repetitions} counted saves a case, into {folder}")
+    for case in plan.cases():
+        refusal = preflight.check_case(case, host)
+        size = payload_bytes(case)
+        if refusal is not None:
+            problems += refusal.status == "failed"
+            what = f"{refusal.status}: {refusal.reason}"
+        elif size is None:
+            what = f"{samples} x the size of {case.options.pretrained}"
+        else:
+            written = 0 if case.writer == "ds_mock" else size * samples
+            total += written
+            what = f"{samples} x {size / GIB:.3f} GiB" if written else "writes nothing"
+        console.print(f"  {case.workload:<10} {case.writer:<17} {what}", soft_wrap=True, markup=False)
+    need = max(file_bytes(case) for case in plan.cases())
+    console.print(
+        f"writes {total / GIB:.2f} GiB in all, at most {need / GIB:.2f} GiB at a time; {host.free_bytes / GIB:.2f} GiB free"
+    )
+    return EXIT_ROWS_FAILED if problems else EXIT_OK
