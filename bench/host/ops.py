@@ -1,0 +1,627 @@
+"""DeepSpeed's compiled ops: built once into a keyed cache, proved to work, then only loaded.
+
+DeepSpeed compiles its ops at first use, through torch's just-in-time loader, and looks at the
+compiler again at every later use. An audit can afford neither: the first use is inside a timed
+save, a stale lock of that loader hangs for ever, and the loader compiles anew whenever the path of
+the environment differs. So :func:`build` compiles into ``<ops>/<key>``, a key for everything the
+machine code depends on, and :func:`activate` loads the shared objects from there straight into
+DeepSpeed's table of loaded ops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bench.layout import ops_root
+
+MANIFEST = "manifest.json"
+BUILD_LOG = "build.log"
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+# One compiler process takes about this much on torch's headers.
+BYTES_PER_JOB = 1_500_000_000
+SMOKE_BYTES = 1 << 20
+SMOKE_SECONDS = 120.0
+# Where NVIDIA's driver packages put libcuda.so.1.
+LIBRARY_FOLDERS = (
+    f"/usr/lib/{platform.machine()}-linux-gnu",
+    "/usr/lib64",
+    "/usr/local/nvidia/lib64",
+)
+
+
+class OpsError(ValueError):
+    """Ops that cannot be built or do not work; the message has the compiler's own words and what to do."""
+
+
+class OpsMissingError(OpsError):
+    """The ops for this environment are not in the cache; the message says where and how to build them."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Everything the machine code depends on.
+
+    ``accelerator`` is ``cpu`` or ``cuda``; ``cuda`` is torch's CUDA version and ``capabilities`` the
+    compute capabilities of the GPUs present, such as ``("9.0",)``; both empty on the CPU.
+    """
+
+    torch: str
+    deepspeed: str
+    python: str
+    machine: str
+    libc: str
+    cpu_flags: str
+    accelerator: str = "cpu"
+    cuda: str = ""
+    capabilities: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The cache folder's name: readable in front, a hash of everything behind."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
+        where = f"cuda{self.cuda}" if self.accelerator == "cuda" else "cpu"
+        return f"torch{self.torch}-ds{self.deepspeed}-py{self.python}-{where}-{digest}"
+
+
+@dataclass
+class OpsState:
+    """What ``bench ops build`` and ``bench ops check`` say. ``built``: whether this call compiled."""
+
+    key: str
+    folder: Path
+    ops: list[str] = field(default_factory=list)
+    built: bool = False
+    seconds: float = 0.0
+    smoke: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+# --- decisions: pure ---------------------------------------------------------------------------
+
+
+def cpu_flags(cpuinfo: str) -> str:
+    """A hash of what the compiler's -march=native sees, from the text of /proc/cpuinfo."""
+    lines = re.findall(r"(?m)^(?:flags|Features|CPU part|model name)\s*:\s*(.+)$", cpuinfo)
+    return hashlib.sha256("\n".join(sorted(set(lines))).encode()).hexdigest()[:16]
+
+
+def ops_for(accelerator: str, has_cufile: bool) -> list[str]:
+    """Names of the ops, in the order they are loaded: pin_memory holds symbols that async_io needs."""
+    if accelerator != "cuda":
+        return ["pin_memory", "async_io"]
+    return ["pin_memory", "async_io", "utils", *(["gds"] if has_cufile else [])]
+
+
+def architecture_list(capabilities: Sequence[str]) -> str:
+    """TORCH_CUDA_ARCH_LIST from the GPUs present.
+
+    Plain major.minor only: DeepSpeed's builder takes each part for a number and dies of forms such
+    as 10.0a, wherever they come from.
+    """
+    numbers = {tuple(int(part) for part in re.findall(r"\d+", text)[:2]) for text in capabilities}
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(numbers))
+
+
+def jobs(cpus: int, available_bytes: int) -> int:
+    """How many compilers may run at once without running out of memory."""
+    return max(1, min(cpus, available_bytes // BYTES_PER_JOB))
+
+
+def build_environment(
+    environment: Mapping[str, str], target: Target, folder: Path, prefix: Path, cuda_home: Path | None
+) -> dict[str, str]:
+    """The environment that ops are compiled in.
+
+    The venv's bin comes first on PATH (ninja is there). NDEBUG would make failed I/O set-up silent,
+    so flags that carry it are dropped. The user's architecture list and pre-built switches are not
+    ours.
+    """
+    ours = {
+        key: value
+        for key, value in environment.items()
+        if key not in ("TORCH_CUDA_ARCH_LIST", "PYTHONOPTIMIZE") and not key.startswith("DS_BUILD_")
+    }
+    for name in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "CXX", "CC"):
+        if "NDEBUG" in ours.get(name, ""):
+            ours[name] = " ".join(word for word in ours[name].split() if not re.fullmatch(r"-DNDEBUG(=.*)?", word))
+    ours["TORCH_EXTENSIONS_DIR"] = str(folder)
+    ours["PATH"] = f"{prefix / 'bin'}{os.pathsep}{ours.get('PATH', os.defpath)}"
+    if target.capabilities:
+        ours["TORCH_CUDA_ARCH_LIST"] = architecture_list(target.capabilities)
+    if cuda_home is not None:
+        ours["CUDA_HOME"] = str(cuda_home)
+    return ours
+
+
+def compiler_words(log: str, lines: int = 30) -> str:
+    """The part of a build log that says what is wrong: from the first error on, else its end."""
+    rows = log.strip().splitlines()
+    wanted = re.compile(r"\b(fatal error|error|undefined reference|cannot find)\b\s*:?", re.IGNORECASE)
+    skip = re.compile(r"^\s*(Traceback|File \"|raise |subprocess\.CalledProcessError|RuntimeError: Error building)")
+    for number, row in enumerate(rows):
+        if wanted.search(row) and not skip.search(row):
+            return "\n".join(rows[number : number + lines])
+    return "\n".join(rows[-lines:])
+
+
+def advice(log: str) -> str:
+    """What to do about a failed build, from its log."""
+    lowered = log.lower()
+    if "libaio.h" in lowered or "cannot find -laio" in lowered or "requires the dev libaio" in lowered:
+        return "install libaio's headers (Debian, Ubuntu: libaio-dev; RHEL: libaio-devel)"
+    if "io_pgetevents" in lowered:
+        return "libaio 0.3.112 or newer is needed; EL9 has 0.3.111, so install a newer one and name it in CPATH and LIBRARY_PATH"
+    if "python.h" in lowered:
+        return "install this Python's headers (Debian, Ubuntu: python3-dev; RHEL: python3-devel)"
+    if "killed" in lowered or "cannot allocate memory" in lowered:
+        return "the compiler ran out of memory: set MAX_JOBS=1 or give the host more"
+    if "no space left" in lowered:
+        return "make room on the disk, or set BENCH_OPS_CACHE (bench_runtime_ops_cache) to another"
+    if "cuda_home" in lowered or "cuda_runtime" in lowered or "-lcudart" in lowered or "nvcc" in lowered:
+        return "install the CUDA toolkit of torch's CUDA version, or set CUDA_HOME to it"
+    if "c++" in lowered and "not found" in lowered or "no such file or directory: 'g++'" in lowered:
+        return "install a C++ compiler (Debian, Ubuntu: g++; RHEL: gcc-c++)"
+    return "see the words above; the whole log is named there"
+
+
+# --- what this machine is ----------------------------------------------------------------------
+
+
+def refuse_optimized() -> None:
+    """Raise OpsError under python -O: DeepSpeed's I/O calls are inside assert statements."""
+    if sys.flags.optimize or os.environ.get("PYTHONOPTIMIZE"):
+        raise OpsError(
+            "refusing to work under python -O or PYTHONOPTIMIZE: DeepSpeed's I/O calls are inside asserts; unset it"
+        )
+
+
+def this_target() -> Target:
+    """What the ops of this interpreter depend on. Imports torch only where there may be a GPU.
+
+    Raises OpsError where torch or DeepSpeed is not installed in this environment.
+    """
+    try:
+        torch_version, deepspeed_version = (importlib.metadata.version(name) for name in ("torch", "deepspeed"))
+    except importlib.metadata.PackageNotFoundError as error:
+        raise OpsError(
+            f"{error.name} is not installed in {sys.prefix}: run 'make provision', or use the bench of a provisioned runtime"
+        ) from error
+    common = {
+        "torch": torch_version,
+        "deepspeed": deepspeed_version,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "machine": platform.machine(),
+        "libc": "-".join(platform.libc_ver()),
+        "cpu_flags": cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")),
+    }
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not Path("/proc/driver/nvidia").exists():
+        return Target(**common)
+    import torch
+
+    if not torch.cuda.is_available():
+        return Target(**common)
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return Target(
+        **common,
+        accelerator="cuda",
+        cuda=str(torch.version.cuda),
+        capabilities=tuple(f"{major}.{minor}" for major, minor in sorted(found)),
+    )
+
+
+def available_bytes() -> int:
+    """Memory that is free for compilers, in bytes."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def find_cuda_home(target: Target, folder: Path) -> tuple[Path | None, bool]:
+    """(CUDA_HOME to build with, whether cuFile can be linked), or (None, False) on the CPU.
+
+    A toolkit of torch's own CUDA major version is used as it is. Without one, a tree of links is made
+    from the CUDA packages that torch itself depends on, below ``folder``: the ops are plain C++ and
+    need headers and libraries, not nvcc.
+    """
+    if target.accelerator != "cuda":
+        return None, False
+    major = target.cuda.partition(".")[0]
+    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), f"/usr/local/cuda-{target.cuda}", "/usr/local/cuda"]
+    for home in (Path(name) for name in named if name):
+        if (home / "include" / "cuda_runtime.h").exists() and _toolkit_major(home) == major:
+            return home, bool(list(home.glob("lib64/libcufile.so*")))
+    return _cuda_home_of_packages(target, folder)
+
+
+def _toolkit_major(home: Path) -> str:
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", _read(home / "include" / "cuda_runtime_api.h"))
+    return str(int(match.group(1)) // 1000) if match else ""
+
+
+def _cuda_home_of_packages(target: Target, folder: Path) -> tuple[Path | None, bool]:
+    home = folder / "cuda"
+    packages = [Path(path) for path in _nvidia_packages()]
+    if not any((package / "include" / "cuda_runtime.h").exists() for package in packages):
+        return None, False
+    for name in ("include", "lib64", "bin"):
+        (home / name).mkdir(parents=True, exist_ok=True)
+    for package in packages:
+        for header in sorted((package / "include").glob("*")):
+            _link(home / "include" / header.name, header)
+        for library in sorted((package / "lib").glob("lib*.so*")):
+            _link(home / "lib64" / library.name, library)
+            _link(home / "lib64" / (library.name.partition(".so")[0] + ".so"), library)
+    for place in (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *LIBRARY_FOLDERS):
+        if place and (library := Path(place) / "libcuda.so.1").exists():
+            _link(home / "lib64" / "libcuda.so", library)
+    # DeepSpeed asks nvcc for its version, and nothing else for these ops.
+    answer = home / "bin" / "nvcc"
+    answer.write_text(
+        f'#!/bin/sh\n[ "$1" = -V ] && echo "Cuda compilation tools, release {target.cuda}, V{target.cuda}" && exit 0\n'
+        'echo "no CUDA toolkit on this host: only ops without device code can be built" >&2\nexit 1\n'
+    )
+    answer.chmod(0o755)
+    return home, (home / "lib64" / "libcufile.so").exists() and (home / "include" / "cufile.h").exists()
+
+
+def _nvidia_packages() -> Iterator[str]:
+    spec = importlib.util.find_spec("nvidia")
+    for place in spec.submodule_search_locations or [] if spec else []:
+        yield from sorted(str(path) for path in Path(place).iterdir() if path.is_dir())
+
+
+def _link(link: Path, to: Path) -> None:
+    if not link.is_symlink() and not link.exists():
+        link.symlink_to(to)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# --- the cache ---------------------------------------------------------------------------------
+
+
+def op_file(folder: Path, op: str) -> Path:
+    """The shared object of one op, where torch's loader puts it."""
+    return folder / op / f"{op}.so"
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What was built there, or None where nothing whole is."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        whole = all(op_file(folder, op).stat().st_size == size for op, size in manifest["ops"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return manifest if whole else None
+
+
+def check(root: Path) -> OpsState:
+    """Are the ops built, and do they work? Loads and tries them in a fresh process.
+
+    Raises OpsMissingError where they are not built, OpsError where they do not work.
+    """
+    refuse_optimized()
+    started = time.perf_counter()
+    target = this_target()
+    folder = ops_root(root) / target.key
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise OpsMissingError(_missing(folder))
+    smoke = try_out(folder, root)
+    return OpsState(target.key, folder, list(manifest["ops"]), False, time.perf_counter() - started, smoke)
+
+
+def _missing(folder: Path) -> str:
+    return (
+        f"DeepSpeed's compiled ops for this environment are not in {folder}: "
+        f"run '{Path(sys.prefix) / 'bin' / 'bench'} ops build' here, or 'make provision' on the controller"
+    )
+
+
+def build(root: Path, timeout_seconds: float | None = None) -> OpsState:
+    """Make sure that the ops are built and work; compile only where they are not.
+
+    Raises OpsError with the compiler's words, or when the time limit (``BENCH_OPS_TIMEOUT`` or
+    :data:`DEFAULT_TIMEOUT_SECONDS`) passes.
+    """
+    refuse_optimized()
+    started = time.perf_counter()
+    limit = timeout_seconds or float(os.environ.get("BENCH_OPS_TIMEOUT") or DEFAULT_TIMEOUT_SECONDS)
+    target = this_target()
+    cache = ops_root(root)
+    folder = cache / target.key
+    if read_manifest(folder) is not None:
+        try:
+            return check(root)
+        except OpsError:
+            # Built once, does not work now (a damaged file, a replaced library): build it again.
+            if not os.access(cache, os.W_OK):
+                raise
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OpsError(f"cannot make the folder of compiled ops {cache}: {error.strerror}") from error
+    deadline = time.monotonic() + limit
+    before = _built_at(folder)
+    with _locked(cache / f".{target.key}.lock", deadline):
+        if read_manifest(folder) is None or _built_at(folder) == before:
+            _compile(target, folder, deadline)
+            built = True
+        else:
+            built = False
+    smoke = try_out(folder, root)
+    manifest = read_manifest(folder) or {"ops": {}}
+    return OpsState(target.key, folder, list(manifest["ops"]), built, time.perf_counter() - started, smoke)
+
+
+def _built_at(folder: Path) -> str:
+    manifest = read_manifest(folder)
+    return str(manifest.get("build")) if manifest else ""
+
+
+@contextmanager
+def _locked(path: Path, deadline: float) -> Iterator[None]:
+    """Hold a kernel lock: it ends with its owner, so none is ever stale. Raises OpsError at the deadline."""
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OpsError(
+                        f"another process has been building the ops (lock {path}) for the whole time limit; "
+                        "look for a hanging compiler, or raise bench_runtime_ops_timeout"
+                    ) from None
+                time.sleep(0.2)
+        yield
+
+
+def _compile(target: Target, folder: Path, deadline: float) -> None:
+    """Compile into a new folder beside the final one and rename: nobody ever loads half a build."""
+    for old in folder.parent.glob(f".{target.key}.building-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    stage = folder.parent / f".{target.key}.building-{secrets.token_hex(4)}"
+    stage.mkdir()
+    cuda_home, has_cufile = find_cuda_home(target, folder.parent / f".{target.key}.toolkit")
+    ops = ops_for(target.accelerator, has_cufile)
+    environment = build_environment(os.environ, target, stage, Path(sys.prefix), cuda_home)
+    environment.setdefault("MAX_JOBS", str(jobs(os.cpu_count() or 1, available_bytes())))
+    log = stage / BUILD_LOG
+    try:
+        code = _run_logged([sys.executable, "-m", "bench.host.ops", "compile", *ops], environment, log, deadline)
+        text = _read(log)
+        if code is None:
+            raise OpsError(f"compiling the ops took longer than the time limit; the log so far:\n{compiler_words(text)}")
+        if code != 0:
+            kept = folder.parent / f"{target.key}.failed.log"
+            shutil.copyfile(log, kept)
+            raise OpsError(
+                f"compiling {', '.join(ops)} failed (log: {kept}). The compiler's words:\n{compiler_words(text)}\n"
+                f"What to do: {advice(text)}"
+            )
+        for op in ops:
+            _refuse_without_asserts(op_file(stage, op))
+        manifest = {
+            "build": secrets.token_hex(8),
+            "target": asdict(target),
+            "ops": {op: op_file(stage, op).stat().st_size for op in ops},
+        }
+        (stage / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        stage.rename(folder)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _refuse_without_asserts(path: Path) -> None:
+    """DeepSpeed checks its I/O calls by assert only; an async_io without them loses data silently."""
+    if path.stem in ("async_io", "gds") and b"__assert_fail" not in path.read_bytes():
+        raise OpsError(
+            f"{path.stem} was compiled with NDEBUG, which removes DeepSpeed's checks of its own I/O; "
+            "remove NDEBUG from the compiler's flags (CXX, a wrapper or a spec file) and build again"
+        )
+
+
+def _run_logged(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, deadline: float
+) -> int | None:
+    """Run with all output in ``log``; the exit code, or None when the deadline passed and all was killed."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, cwd=log.parent,
+        )
+        try:
+            return process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                # The compilers too, not only the Python that started them.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+# --- loading -----------------------------------------------------------------------------------
+
+
+def load_modules(folder: Path, ops: Sequence[str]) -> dict[str, ModuleType]:
+    """Load the shared objects of some ops, in order; torch is imported first.
+
+    Raises OpsError where one does not load.
+    """
+    import torch  # noqa: F401  the ops link against its libraries
+
+    modules = {}
+    for op in ops:
+        path = op_file(folder, op)
+        try:
+            if op == "pin_memory":
+                # The others resolve the shared pin manager against this one.
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            loader = importlib.machinery.ExtensionFileLoader(op, str(path))
+            spec = importlib.util.spec_from_file_location(op, path, loader=loader)
+            if spec is None:
+                raise ImportError(f"no loader for {path}")
+            module = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
+        except (ImportError, OSError) as error:
+            raise OpsError(f"the compiled op {path} does not load ({error}): run 'bench ops build' again") from error
+        modules[op] = module
+    return modules
+
+
+def activate(root: Path) -> Path:
+    """Give this process's DeepSpeed the ops that were built, so that it compiles nothing; their folder.
+
+    Raises OpsMissingError where they are not built, OpsError under python -O or where they do not load.
+    """
+    refuse_optimized()
+    target = this_target()
+    folder = ops_root(root) / target.key
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise OpsMissingError(_missing(folder))
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    os.environ["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
+    modules = load_modules(folder, list(manifest["ops"]))
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    table = getattr(OpBuilder, "_loaded_ops", None)
+    if not isinstance(table, dict):
+        raise OpsError(f"DeepSpeed {target.deepspeed} keeps its loaded ops elsewhere than bench knows: pin 0.19.8")
+    table.update(modules)
+    # DeepSpeed remembers pin_memory here, beside the table.
+    sys._deepspeed_pin_memory_op_module = modules["pin_memory"]  # type: ignore[attr-defined]
+    return folder
+
+
+# --- trying ------------------------------------------------------------------------------------
+
+
+def try_out(folder: Path, root: Path) -> str:
+    """Load the ops in a fresh process and write and read back a file with them; what was done.
+
+    A fresh process, since a broken op ends its process. Raises OpsError with its last words.
+    """
+    place = _direct_folder([folder.parent, root, Path(tempfile.gettempdir())])
+    command = [sys.executable, "-m", "bench.host.ops", "try", str(folder), str(place or "")]
+    environment = {key: value for key, value in os.environ.items() if key != "TORCH_EXTENSIONS_DIR"}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=SMOKE_SECONDS, check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OpsError(f"the compiled ops in {folder} hang: no answer in {SMOKE_SECONDS:.0f} s") from error
+    if done.returncode != 0:
+        end = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        words = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise OpsError(f"the compiled ops in {folder} do not work ({end}):\n{words}")
+    return done.stdout.strip()
+
+
+def _direct_folder(candidates: Sequence[Path]) -> Path | None:
+    """The first folder that takes a new file opened with O_DIRECT; which filesystems do depends on the kernel."""
+    for place in candidates:
+        probe = place / f".direct-{secrets.token_hex(4)}"
+        try:
+            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600))
+        except OSError:
+            continue
+        finally:
+            probe.unlink(missing_ok=True)
+        return place
+    return None
+
+
+def _try_here(folder: Path, place: Path | None) -> str:
+    """In the fresh process: load, write, read, compare."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise OpsMissingError(_missing(folder))
+    modules = load_modules(folder, list(manifest["ops"]))
+    if place is None:
+        return "loaded; no folder here takes O_DIRECT, so nothing was written"
+    import torch
+
+    # Block size, queue depth, single submit, overlap events, parallelism: the published handle, one page a block.
+    handle = modules["async_io"].aio_handle(4096, 8, False, False, 1)
+    written = handle.new_cpu_locked_tensor(SMOKE_BYTES, torch.empty(0, dtype=torch.uint8))
+    read = handle.new_cpu_locked_tensor(SMOKE_BYTES, torch.empty(0, dtype=torch.uint8))
+    written.copy_(torch.randint(0, 256, (SMOKE_BYTES,), dtype=torch.uint8))
+    read.zero_()
+    path = place / f".smoke-{secrets.token_hex(4)}"
+    try:
+        path.touch(mode=0o600)
+        handle.sync_pwrite(written, str(path), 0)
+        handle.sync_pread(read, str(path), 0)
+        if path.stat().st_size != SMOKE_BYTES or not torch.equal(written, read):
+            raise OpsError(f"async_io did not read back what it wrote in {place}")
+    finally:
+        path.unlink(missing_ok=True)
+        handle.free_cpu_locked_tensor(written)
+        handle.free_cpu_locked_tensor(read)
+    return f"loaded {', '.join(modules)}; wrote and read back {SMOKE_BYTES} bytes with O_DIRECT in {place}"
+
+
+def _compile_here(ops: Sequence[str]) -> None:
+    """In the build process: let DeepSpeed compile each op into TORCH_EXTENSIONS_DIR."""
+    from deepspeed.accelerator import get_accelerator
+
+    builders = {
+        "pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder", "utils": "UtilsBuilder", "gds": "GDSBuilder",
+    }
+    for op in ops:
+        builder = get_accelerator().create_op_builder(builders[op])
+        builder.load(verbose=True)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    """Entry of the fresh processes: ``compile OP...`` or ``try FOLDER PLACE``."""
+    try:
+        if arguments[0] == "compile":
+            _compile_here(arguments[1:])
+        else:
+            print(_try_here(Path(arguments[1]), Path(arguments[2]) if arguments[2] else None))
+    except OpsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
