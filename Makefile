@@ -15,7 +15,11 @@ VENV      := .venv
 STAMP     := $(VENV)/.whole
 BIN       := $(VENV)/bin
 TEST_ROOT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fastpersist-bench-test
-DATA_ROOT := $(or $(BENCH_RUNTIME_ROOT),$(or $(XDG_DATA_HOME),$(HOME)/.local/share)/fastpersist-bench)
+# Compiled ops are shared with this machine's own runtime, so that they are compiled once.
+TEST_OPS  ?= $(or $(BENCH_OPS_CACHE),$(or $(XDG_DATA_HOME),$(HOME)/.local/share)/fastpersist-bench/ops)
+# Debian's names of what the tests start; tests/vm and tests/fleet say what for.
+TEST_PACKAGES := g++ libaio-dev fio openssh-server openssh-client iproute2 util-linux e2fsprogs fdisk \
+	qemu-system-x86 debootstrap
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
@@ -103,3 +107,52 @@ $(VENV): $(STAMP)
 
 $(STAMP): requirements/uv.txt requirements/controller.txt requirements/dev.txt requirements/controller-venv.sh pyproject.toml
 	@mkdir -p .ansible && requirements/controller-venv.sh $(VENV) $(STAMP)
+
+.PHONY: test
+test: $(STAMP) ## everything below but pins: lint and all tests, then where the time went
+	@$(BIN)/python tests/stages.py "$(MAKE)" lint test-unit test-host test-fleet test-vm
+
+.PHONY: lint
+lint: $(STAMP) ## ruff, mypy, yamllint, ansible-lint (production profile, offline)
+	@ruff check --quiet . && ruff format --quiet --check . && mypy --no-error-summary && yamllint --strict . && ansible-lint --quiet
+
+.PHONY: test-unit
+test-unit: $(STAMP) ## pure tests, seconds
+	@python -m pytest tests/unit $(ARGS)
+
+.PHONY: test-host
+test-host: test-packages ## real torch and DeepSpeed on this machine, in a runtime of their own
+	@ansible-playbook --inventory inventory --limit localhost playbooks/provision.yml \
+		--extra-vars 'bench_runtime_root=$(TEST_ROOT) bench_runtime_ops_cache=$(TEST_OPS)' \
+		--extra-vars '{"bench_runtime_extra_pins": ["$(CURDIR)/requirements/test-host.txt"]}'
+	@PYTHONPATH='$(CURDIR)' '$(TEST_ROOT)/venv/bin/python' -m pytest tests/host $(ARGS)
+
+.PHONY: test-fleet
+test-fleet: test-packages ## real Ansible, OpenSSH and paramiko between network namespaces
+	@python -m pytest tests/fleet $(ARGS)
+
+.PHONY: test-vm
+test-vm: test-packages ## arrays, in a virtual machine with emulated NVMe drives
+	@python -m pytest tests/vm $(ARGS)
+
+# As root only: somebody else's machine gets a line that names what is missing.
+.PHONY: test-packages
+test-packages: $(STAMP)
+	@missing=$$(dpkg-query -W -f '$${db:Status-Status} $${Package}\n' $(TEST_PACKAGES) 2>&1 | sed -n 's/^not-installed //p; s/.*no packages found matching //p'); \
+	if [ -n "$$missing" ]; then \
+		[ "$$(id -u)" = 0 ] || { echo "the tests need: sudo apt-get install" $$missing >&2; exit 1; }; \
+		DEBIAN_FRONTEND=noninteractive; export DEBIAN_FRONTEND; \
+		apt-get -qq update && apt-get -qq install --no-install-recommends $$missing >/dev/null; \
+	fi
+
+.PHONY: pins
+pins: $(STAMP) ## resolve requirements/*.in anew, with hashes (ARGS=--upgrade for the newest)
+	@cd requirements && for name in uv controller dev host-build host test-host; do \
+		case $$name in controller|dev) oldest=3.11;; *) oldest=3.10;; esac; \
+		$(CURDIR)/$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-emit-index-url \
+			--fork-strategy fewest --python-version $$oldest $(ARGS) $$name.in -o $$name.txt || exit 1; \
+	done
+
+.PHONY: clean
+clean: ## remove what make made in this checkout (not results, not the runtime)
+	@rm -rf $(VENV) .ansible .ruff_cache .mypy_cache .pytest_cache

@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -169,24 +169,34 @@ def compiler_words(log: str, lines: int = 30) -> str:
     return "\n".join(rows[-lines:])
 
 
+# (words of a failed build, what to do about them), the first that fits.
+ADVICE = (
+    (
+        "libaio.h|cannot find -laio|requires the dev libaio",
+        "install libaio's headers (libaio-dev, libaio-devel)",
+    ),
+    (
+        "io_pgetevents",
+        "libaio 0.3.112 or newer is needed (EL9 has 0.3.111); name a newer one in CPATH and LIBRARY_PATH",
+    ),
+    (r"python\.h", "install this Python's headers (python3-dev, python3-devel)"),
+    ("killed|cannot allocate memory", "the compiler ran out of memory: set MAX_JOBS=1 or give the host more"),
+    ("no space left", "make room on the disk, or set BENCH_OPS_CACHE (bench_runtime_ops_cache) to another"),
+    (
+        "cuda_home|cuda_runtime|-lcudart|nvcc",
+        "install the CUDA toolkit of torch's CUDA version, or set CUDA_HOME to it",
+    ),
+    (
+        r"[gc]\+\+'?: (command )?not found|no such file or directory: '[gc]\+\+'",
+        "install a C++ compiler (g++, gcc-c++)",
+    ),
+)
+
+
 def advice(log: str) -> str:
     """What to do about a failed build, from its log."""
     lowered = log.lower()
-    if "libaio.h" in lowered or "cannot find -laio" in lowered or "requires the dev libaio" in lowered:
-        return "install libaio's headers (Debian, Ubuntu: libaio-dev; RHEL: libaio-devel)"
-    if "io_pgetevents" in lowered:
-        return "libaio 0.3.112 or newer is needed; EL9 has 0.3.111, so install a newer one and name it in CPATH and LIBRARY_PATH"
-    if "python.h" in lowered:
-        return "install this Python's headers (Debian, Ubuntu: python3-dev; RHEL: python3-devel)"
-    if "killed" in lowered or "cannot allocate memory" in lowered:
-        return "the compiler ran out of memory: set MAX_JOBS=1 or give the host more"
-    if "no space left" in lowered:
-        return "make room on the disk, or set BENCH_OPS_CACHE (bench_runtime_ops_cache) to another"
-    if "cuda_home" in lowered or "cuda_runtime" in lowered or "-lcudart" in lowered or "nvcc" in lowered:
-        return "install the CUDA toolkit of torch's CUDA version, or set CUDA_HOME to it"
-    if "c++" in lowered and "not found" in lowered or "no such file or directory: 'g++'" in lowered:
-        return "install a C++ compiler (Debian, Ubuntu: g++; RHEL: gcc-c++)"
-    return "see the words above; the whole log is named there"
+    return next((text for words, text in ADVICE if re.search(words, lowered)), "see the words above and the log")
 
 
 # --- what this machine is ----------------------------------------------------------------------
@@ -195,9 +205,7 @@ def advice(log: str) -> str:
 def refuse_optimized() -> None:
     """Raise OpsError under python -O: DeepSpeed's I/O calls are inside assert statements."""
     if sys.flags.optimize or os.environ.get("PYTHONOPTIMIZE"):
-        raise OpsError(
-            "refusing to work under python -O or PYTHONOPTIMIZE: DeepSpeed's I/O calls are inside asserts; unset it"
-        )
+        raise OpsError("refusing to work under python -O or PYTHONOPTIMIZE: DeepSpeed's I/O calls are inside asserts")
 
 
 def this_target() -> Target:
@@ -209,25 +217,25 @@ def this_target() -> Target:
         torch_version, deepspeed_version = (importlib.metadata.version(name) for name in ("torch", "deepspeed"))
     except importlib.metadata.PackageNotFoundError as error:
         raise OpsError(
-            f"{error.name} is not installed in {sys.prefix}: run 'make provision', or use the bench of a provisioned runtime"
+            f"{error.name} is not installed in {sys.prefix}: run 'make provision', or the bench of a runtime"
         ) from error
-    common = {
-        "torch": torch_version,
-        "deepspeed": deepspeed_version,
-        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "machine": platform.machine(),
-        "libc": "-".join(platform.libc_ver()),
-        "cpu_flags": cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")),
-    }
+    on_cpu = Target(
+        torch=torch_version,
+        deepspeed=deepspeed_version,
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        machine=platform.machine(),
+        libc="-".join(platform.libc_ver()),
+        cpu_flags=cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")),
+    )
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not Path("/proc/driver/nvidia").exists():
-        return Target(**common)
+        return on_cpu
     import torch
 
     if not torch.cuda.is_available():
-        return Target(**common)
+        return on_cpu
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return Target(
-        **common,
+    return replace(
+        on_cpu,
         accelerator="cuda",
         cuda=str(torch.version.cuda),
         capabilities=tuple(f"{major}.{minor}" for major, minor in sorted(found)),
@@ -251,7 +259,12 @@ def find_cuda_home(target: Target, folder: Path) -> tuple[Path | None, bool]:
     if target.accelerator != "cuda":
         return None, False
     major = target.cuda.partition(".")[0]
-    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), f"/usr/local/cuda-{target.cuda}", "/usr/local/cuda"]
+    named = [
+        os.environ.get("CUDA_HOME"),
+        os.environ.get("CUDA_PATH"),
+        f"/usr/local/cuda-{target.cuda}",
+        "/usr/local/cuda",
+    ]
     for home in (Path(name) for name in named if name):
         if (home / "include" / "cuda_runtime.h").exists() and _toolkit_major(home) == major:
             return home, bool(list(home.glob("lib64/libcufile.so*")))
@@ -282,7 +295,7 @@ def _cuda_home_of_packages(target: Target, folder: Path) -> tuple[Path | None, b
     # DeepSpeed asks nvcc for its version, and nothing else for these ops.
     answer = home / "bin" / "nvcc"
     answer.write_text(
-        f'#!/bin/sh\n[ "$1" = -V ] && echo "Cuda compilation tools, release {target.cuda}, V{target.cuda}" && exit 0\n'
+        f'#!/bin/sh\n[ "$1" = -V ] && echo "Cuda tools, release {target.cuda}, V{target.cuda}" && exit 0\n'
         'echo "no CUDA toolkit on this host: only ops without device code can be built" >&2\nexit 1\n'
     )
     answer.chmod(0o755)
@@ -422,13 +435,15 @@ def _compile(target: Target, folder: Path, deadline: float) -> None:
         code = _run_logged([sys.executable, "-m", "bench.host.ops", "compile", *ops], environment, log, deadline)
         text = _read(log)
         if code is None:
-            raise OpsError(f"compiling the ops took longer than the time limit; the log so far:\n{compiler_words(text)}")
+            raise OpsError(
+                f"compiling the ops took longer than the time limit; the log so far:\n{compiler_words(text)}"
+            )
         if code != 0:
             kept = folder.parent / f"{target.key}.failed.log"
             shutil.copyfile(log, kept)
             raise OpsError(
-                f"compiling {', '.join(ops)} failed (log: {kept}). The compiler's words:\n{compiler_words(text)}\n"
-                f"What to do: {advice(text)}"
+                f"compiling {', '.join(ops)} failed (log: {kept}). The compiler's words:\n"
+                f"{compiler_words(text)}\nWhat to do: {advice(text)}"
             )
         for op in ops:
             _refuse_without_asserts(op_file(stage, op))
@@ -454,14 +469,17 @@ def _refuse_without_asserts(path: Path) -> None:
         )
 
 
-def _run_logged(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, deadline: float
-) -> int | None:
+def _run_logged(command: Sequence[str], environment: Mapping[str, str], log: Path, deadline: float) -> int | None:
     """Run with all output in ``log``; the exit code, or None when the deadline passed and all was killed."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, cwd=log.parent,
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=log.parent,
         )
         try:
             return process.wait(timeout=max(0.1, deadline - time.monotonic()))
@@ -542,8 +560,13 @@ def try_out(folder: Path, root: Path) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "TORCH_EXTENSIONS_DIR"}
     try:
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=SMOKE_SECONDS, check=False,
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SMOKE_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise OpsError(f"the compiled ops in {folder} hang: no answer in {SMOKE_SECONDS:.0f} s") from error
@@ -555,7 +578,7 @@ def try_out(folder: Path, root: Path) -> str:
 
 
 def _direct_folder(candidates: Sequence[Path]) -> Path | None:
-    """The first folder that takes a new file opened with O_DIRECT; which filesystems do depends on the kernel."""
+    """The first folder that takes a new file opened with O_DIRECT."""
     for place in candidates:
         probe = place / f".direct-{secrets.token_hex(4)}"
         try:
@@ -578,7 +601,7 @@ def _try_here(folder: Path, place: Path | None) -> str:
         return "loaded; no folder here takes O_DIRECT, so nothing was written"
     import torch
 
-    # Block size, queue depth, single submit, overlap events, parallelism: the published handle, one page a block.
+    # Block size, queue depth, single submit, overlap events, parallelism; one page a block.
     handle = modules["async_io"].aio_handle(4096, 8, False, False, 1)
     written = handle.new_cpu_locked_tensor(SMOKE_BYTES, torch.empty(0, dtype=torch.uint8))
     read = handle.new_cpu_locked_tensor(SMOKE_BYTES, torch.empty(0, dtype=torch.uint8))
@@ -603,7 +626,10 @@ def _compile_here(ops: Sequence[str]) -> None:
     from deepspeed.accelerator import get_accelerator
 
     builders = {
-        "pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder", "utils": "UtilsBuilder", "gds": "GDSBuilder",
+        "pin_memory": "PinMemoryBuilder",
+        "async_io": "AsyncIOBuilder",
+        "utils": "UtilsBuilder",
+        "gds": "GDSBuilder",
     }
     for op in ops:
         builder = get_accelerator().create_op_builder(builders[op])

@@ -27,7 +27,9 @@ options:
     type: path
     required: true
   python:
-    description: The interpreter to make the environment with. An environment that works with another one in range is kept, unless I(python_required).
+    description:
+      - The interpreter to make the environment with.
+      - An environment that works with another one in range is kept, unless I(python_required).
     type: path
     required: true
   python_required:
@@ -152,7 +154,11 @@ def plan(seen, stamp, wanted):
     Returns [(step, why)].
     """
     if seen is None:
-        return [("create", "no working environment"), ("pins", "new environment"), ("wheel", "new environment")]
+        return [
+            ("create", "no working environment"),
+            ("pins", "new environment"),
+            ("wheel", "new environment"),
+        ]
     if not OLDEST <= tuple(seen["version"][:2]) <= NEWEST or (
         wanted["python_required"] and seen["base"] != wanted["python"]
     ):
@@ -227,11 +233,21 @@ def advice(output, wheel_dir):
         return "a file is not the one that was pinned: look at the index or wheel folder it came from"
     if wheel_dir:
         return "bench_runtime_wheel_dir ({}) must hold every file of the pins, for this Python".format(wheel_dir)
-    network = ("dns", "resolve", "connect", "network", "timed out", "timeout", "unreachable", "certificate", "proxy")
+    network = (
+        "dns",
+        "resolve",
+        "connect",
+        "network",
+        "timed out",
+        "timeout",
+        "unreachable",
+        "certificate",
+        "proxy",
+    )
     if any(word in lowered for word in network):
         return (
-            "no package index answers: set bench_runtime_index or pip's configuration or a proxy on this host, or use "
-            "bench_runtime_wheel_dir"
+            "no package index answers: set bench_runtime_index, or pip's configuration or a proxy there, or "
+            "use bench_runtime_wheel_dir"
         )
     return "see the words above; run `make provision` again when it is mended"
 
@@ -243,8 +259,12 @@ def ask(python):
     """The environment's own answer, or None where it does not run."""
     try:
         done = subprocess.run(
-            [python, "-I", "-c", INVENTORY], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL, timeout=120, check=False,
+            [python, "-I", "-c", INVENTORY],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            timeout=120,
+            check=False,
         )
         return json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -288,11 +308,16 @@ class Environment:
         environment.update(extra or {})
         try:
             done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment, check=False, cwd=self.root,
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                check=False,
+                cwd=self.root,
             )
         except OSError as error:
-            raise StepError("{} does not start: {}".format(command[0], error))
+            raise StepError("{} does not start: {}".format(command[0], error)) from error
         output = done.stdout.decode("utf-8", "replace")
         if done.returncode:
             words = "\n".join(line for line in output.strip().splitlines()[-15:])
@@ -324,7 +349,19 @@ class Environment:
                     file.write(text)
             pip = [self.python, "-I", "-m", "pip", "--disable-pip-version-check"]
             options = pip_index_options(self.params["index"], self.params["wheel_dir"])
-            self.run([*pip, "install", "--quiet", "--retries", "2", *options, "--require-hashes", "-r", files["uv"]])
+            self.run(
+                [
+                    *pip,
+                    "install",
+                    "--quiet",
+                    "--retries",
+                    "2",
+                    *options,
+                    "--require-hashes",
+                    "-r",
+                    files["uv"],
+                ]
+            )
             settings = parse_pip_settings(self.run([*pip, "config", "list"]))
             hashed = ["--require-hashes", "--no-deps", "--no-build-isolation"]
             self.uv("install", *hashed, "-r", files["build"], settings=settings)

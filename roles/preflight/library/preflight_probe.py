@@ -148,7 +148,10 @@ def of_distribution(candidate):
 
 
 def choose_python(candidates, family):
-    """The interpreter to use, or None: one that has all it needs, else one that packages complete; newest first."""
+    """The interpreter to use, or None.
+
+    One that has all it needs, else one that packages can complete; the newest of them.
+    """
 
     def complete(candidate):
         return candidate["venv"] and candidate["header"]
@@ -219,7 +222,7 @@ def decide(facts, options):
     if packages:
         if not family:
             problems.append(
-                "missing: {}; this distribution ({}) is not known here, so install what it calls these yourself".format(
+                "missing: {}; this distribution ({}) is not known here: install what it calls these".format(
                     " ".join(packages), facts["os_release"].get("ID") or "unknown"
                 )
             )
@@ -236,20 +239,23 @@ def decide(facts, options):
     problems += _space_and_memory(facts, options)
     if facts["python_optimize"]:
         problems.append(
-            "PYTHONOPTIMIZE is set on this host: it strips the asserts that DeepSpeed's I/O calls are in. Unset it "
-            "(look in /etc/environment and the login user's profile)"
+            "PYTHONOPTIMIZE is set on this host: it strips the asserts that DeepSpeed's I/O calls are in. "
+            "Unset it (look in /etc/environment and the login user's profile)"
         )
     free_events = facts["aio_max_nr"] - facts["aio_nr"]
     if free_events < options["aio_events"]:
         problems.append(
             "{} of fs.aio-max-nr = {} asynchronous I/O events are in use, {} must be free: "
             "`sudo sysctl -w fs.aio-max-nr={}`".format(
-                facts["aio_nr"], facts["aio_max_nr"], options["aio_events"], max(1048576, facts["aio_max_nr"] * 2)
+                facts["aio_nr"],
+                facts["aio_max_nr"],
+                options["aio_events"],
+                max(1048576, facts["aio_max_nr"] * 2),
             )
         )
     if not facts["root"] and 0 <= facts["memlock_bytes"] < options["memlock_bytes"]:
         warnings.append(
-            "only {} may be page-locked (ulimit -l), {} are needed: rows of DeepSpeed's fast writer will not run. "
+            "only {} may be page-locked (ulimit -l), {} are needed: DeepSpeed's fast writer may fail. "
             "Raise memlock in /etc/security/limits.conf and log in again".format(
                 size(facts["memlock_bytes"]), size(options["memlock_bytes"])
             )
@@ -264,10 +270,12 @@ def _python_problems(facts, options, chosen, packages):
         return ["bench_runtime_python is {}, which does not run here".format(wanted)]
     if chosen is not None or packages[:1] in (["python3"], ["python3.11"]):
         return []
-    seen = ", ".join("{} ({})".format(c["path"], ".".join(map(str, c["version"]))) for c in facts["pythons"])
+    seen = ["{} ({})".format(c["path"], ".".join(map(str, c["version"]))) for c in facts["pythons"]]
     return [
-        "no Python from {}.{} to {}.{} with venv and headers; seen: {}. Install one of them with its venv and "
-        "development packages, or name one with bench_runtime_python".format(*OLDEST, *NEWEST, seen or "none")
+        "no Python from {}.{} to {}.{} with venv and headers; seen: {}. Install one with its venv and "
+        "development packages, or name one with bench_runtime_python".format(
+            *OLDEST, *NEWEST, ", ".join(seen) or "none"
+        )
     ]
 
 
@@ -275,7 +283,7 @@ def _space_and_memory(facts, options):
     problems = []
     if not facts["provisioned"] and facts["free_bytes"] < options["free_bytes"]:
         problems.append(
-            "{} has {} free, the runtime needs {}: make room or set bench_runtime_root to another disk".format(
+            "{} has {} free, the runtime needs {}: make room or set bench_runtime_root elsewhere".format(
                 facts["free_where"], size(facts["free_bytes"]), size(options["free_bytes"])
             )
         )
@@ -296,7 +304,7 @@ def _gpu_warnings(facts):
     if gpu["driver"]:
         if version_tuple(gpu["driver"]) < OLDEST_DRIVER:
             warnings.append(
-                "NVIDIA driver {} is older than {}, which torch 2.6.0 (CUDA 12.4) needs: GPU rows will be skipped".format(
+                "NVIDIA driver {} is older than {}, which CUDA 12.4 needs: GPU rows will be skipped".format(
                     gpu["driver"], ".".join(map(str, OLDEST_DRIVER))
                 )
             )
@@ -332,8 +340,12 @@ def output_of(*command, timeout=30):
     """(exit code, output) of a command; 127 where it does not exist, 124 where it hangs."""
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            timeout=timeout, check=False,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return 124, "{} did not answer within {} s".format(command[0], timeout)
@@ -353,9 +365,17 @@ def read(path, default=""):
 
 def pythons(wanted):
     """Every interpreter that answers, or the wanted one only; each once."""
-    names = [wanted] if wanted else ["python3.{}".format(n) for n in range(NEWEST[1], OLDEST[1] - 1, -1)] + [
-        "python3", "/usr/bin/python3", "/usr/local/bin/python3", sys.executable,
-    ]
+    names = (
+        [wanted]
+        if wanted
+        else ["python3.{}".format(n) for n in range(NEWEST[1], OLDEST[1] - 1, -1)]
+        + [
+            "python3",
+            "/usr/bin/python3",
+            "/usr/local/bin/python3",
+            sys.executable,
+        ]
+    )
     found = {}
     for name in names:
         path = shutil.which(name)
@@ -379,7 +399,9 @@ def probe_aio(compiler):
         source = os.path.join(folder, "probe.cpp")
         with open(source, "w", encoding="utf-8") as file:
             file.write(LINK_PROBE)
-        code, text = output_of(compiler, "-std=c++17", source, "-laio", "-o", os.path.join(folder, "probe"), timeout=120)
+        code, text = output_of(
+            compiler, "-std=c++17", source, "-laio", "-o", os.path.join(folder, "probe"), timeout=120
+        )
         return {"ok": code == 0, "output": text[-2000:]}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -387,7 +409,7 @@ def probe_aio(compiler):
 
 def has_libaio_header(compiler):
     """Is libaio.h where compilers look?"""
-    places = ["/usr/include", "/usr/local/include"] + os.environ.get("CPATH", "").split(":")
+    places = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(":")]
     return any(os.path.exists(os.path.join(place, "libaio.h")) for place in places if place) or bool(
         compiler and glob.glob("/usr/include/*-linux-gnu/libaio.h")
     )
