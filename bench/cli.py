@@ -62,14 +62,12 @@ NoPatch = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print each case and the bytes it would write; write nothing.")]
 Writers = Annotated[
-    list[str] | None, typer.Option("--writer", help="Only this writer; repeat for several. Default: the published five.")
+    list[str] | None, typer.Option("--writer", help="Only this writer; may be repeated. Default: the published five.")
 ]
 Repetitions = Annotated[int, typer.Option("--repetitions", min=1, help="Counted saves of each writer.")]
 Warmup = Annotated[int, typer.Option("--warmup", min=0, help="Saves before those, recorded but not counted.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of data and order. Default: drawn and recorded.")]
-Zipfile = Annotated[
-    bool, typer.Option("--zipfile", help="torch's zip format. It bypasses the FastPersist hook.")
-]
+Zipfile = Annotated[bool, typer.Option("--zipfile", help="torch's zip format. It bypasses the FastPersist hook.")]
 IoBufferMb = Annotated[
     int, typer.Option("--io_buffer_mb", "--io-buffer-mb", min=1, help="Size of the I/O buffer, in MiB.")
 ]
@@ -332,9 +330,7 @@ def _single(
             "repetitions": repetitions,
             "warmup": warmup,
             "seed": seed,
-            "benchmarks": [
-                {"workload": workload, "writers": writers or list(PUBLISHED_WRITERS), "options": options}
-            ],
+            "benchmarks": [{"workload": workload, "writers": writers or list(PUBLISHED_WRITERS), "options": options}],
         },
         "command line",
     )

@@ -32,7 +32,7 @@ LATEST_LINK = "latest"
 
 
 def default_runtime_root() -> Path:
-    """The runtime root: ``BENCH_RUNTIME_ROOT``, else the folder around the running venv, else the user's data folder."""
+    """The runtime root: ``BENCH_RUNTIME_ROOT``, else the folder around the running venv, else in the user's data."""
     named = os.environ.get("BENCH_RUNTIME_ROOT")
     if named:
         return Path(named)

@@ -15,12 +15,13 @@ from bench import layout, results
 from bench.fleet import ssh
 from bench.fleet.collect import Collected, collect, load, read_report
 from bench.fleet.inventory import InventoryError, Target, read_targets
-from bench.fleet.store import RunStore, StoreError, Targets, open_run, plain
+from bench.fleet.store import RunStore, StoreError, Targets, open_run
 from bench.fleet.verdict import NoReport, judge
 from bench.fleet.watch import Watcher
 from bench.plan import load_plan
 from bench.report.markdown import markdown
 from bench.results import FleetReport, HostOutcome, HostReport, utc_now
+from bench.words import plain
 
 # The checkout: playbooks, and ansible.cfg with them, are not part of the installed package.
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,9 @@ from bench import layout
 from bench.fleet.collect import HOSTS_AT_ONCE, MAX_STATUS_BYTES, not_started
 from bench.fleet.inventory import InventoryError, Target
 from bench.fleet.ssh import Connector, Remote, RemoteError, is_alive
-from bench.fleet.store import RunStore, Start, plain
+from bench.fleet.store import RunStore, Start
 from bench.results import ReportError, parse_status
+from bench.words import plain
 
 # The benchmark ends its cases and removes half files within this time, else it is killed.
 GRACE_SECONDS = 30.0

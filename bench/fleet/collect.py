@@ -12,8 +12,9 @@ from pathlib import Path
 from bench import layout, results
 from bench.fleet.inventory import InventoryError, Target
 from bench.fleet.ssh import Connector, FileTooLargeError, HostUnreachableError, Remote, RemoteError, is_alive
-from bench.fleet.store import RunStore, Start, Targets, plain
+from bench.fleet.store import RunStore, Start, Targets
 from bench.fleet.verdict import Digest, NoReport, digest, nonsense
+from bench.words import plain
 
 # A full plan's report is below 1 MiB; logs are cut at their beginning.
 MAX_REPORT_BYTES = 32 * 1024**2

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import AwareDatetime, Field, ValidationError
@@ -178,10 +178,3 @@ def safe_folder(host: str) -> str:
         return host
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", host).strip("._-")[:60]
     return f"host-{readable}-{hashlib.sha256(host.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
-
-
-def plain(text: Any, limit: int = 500) -> str:
-    """Somebody else's text made safe for a terminal and a table: one line, no control characters, bounded."""
-    words = "".join(char if char.isprintable() else " " for char in str(text)[: 4 * limit])
-    words = " ".join(words.split())
-    return words if len(words) <= limit else words[: limit - 1] + "…"

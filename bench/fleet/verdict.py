@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bench import stats
+from bench.plan import UNWRITTEN
 from bench.results import CaseResult, HostOutcome, HostReport
+from bench.words import gib_per_second
 
 # A host is slow when a rate is below the median of alike hosts by more than both of these.
 SLOW_SHARE = 0.10
 SLOW_SCALED_MADS = 3.5
 # With fewer alike hosts than this, this one included, there is no verdict on speed.
 ALIKE_HOSTS = 5
-# Rows that write nothing: never a storage rate, never verified.
-UNWRITTEN = frozenset({"ds_mock"})
 # How far a reported rate may be from the one its own samples give: rounding only.
 RATE_TOLERANCE = 0.001
 
@@ -180,13 +180,6 @@ def exit_code(outcomes: Sequence[HostOutcome]) -> ExitCode:
     if verdicts <= {"PASS", "SLOW"} and verdicts:
         return ExitCode.SOME_SLOW
     return ExitCode.SOME_FAILED
-
-
-def gib_per_second(rate: float) -> str:
-    """A rate in bytes per second as people read it, three digits: ``17.9 GiB/s``."""
-    value = rate / 1024**3
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} GiB/s"
 
 
 def _outliers(members: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:

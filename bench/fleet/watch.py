@@ -30,9 +30,9 @@ from bench.fleet.ssh import (
     RemoteError,
     is_alive,
 )
-from bench.fleet.store import Start, plain
-from bench.fleet.verdict import gib_per_second
+from bench.fleet.store import Start
 from bench.results import ReportError, RunStatus, parse_status
+from bench.words import duration, gib_per_second, plain
 
 POLL_SECONDS = 2.0
 POLLS_AT_ONCE = 32
@@ -153,16 +153,6 @@ def bar(share: float, width: int) -> str:
     """A progress bar of ``width`` characters."""
     full = round(min(1.0, max(0.0, share)) * width)
     return "█" * full + "·" * (width - full)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as ``42 s``, ``3:12`` min or ``2:05:00`` h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Watcher:

@@ -1,8 +1,8 @@
 """One case in its own process: ``python -m bench.host.child PARENT_PID EVENTS_FD``.
 
-The parent writes a :class:`CaseSpec` and then commands to standard input, a line of JSON each; events go
-back the same way through the file descriptor ``EVENTS_FD``. Standard output and error belong to the case's log: whatever a writer
-prints, forks or aborts with ends up there, never between the events.
+The parent writes a :class:`CaseSpec` and then commands to standard input, a line of JSON each; events
+go back the same way through the file descriptor ``EVENTS_FD``. Standard output and error belong to the
+case's log: whatever a writer prints, forks or aborts with ends up there, never between the events.
 
 A native exit, an abort, a deadlock or the OOM killer costs this process, and the parent one row.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -77,22 +78,17 @@ class CaseProcess:
     def stop(self) -> None:
         """Let the child release what it took, then end it."""
         self.command("stop")
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_WAIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill()
 
     def kill(self) -> None:
         """End the child and all it started, at once."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        try:
+        # It may be stuck in the kernel on a dead drive; then nothing more can be done from here.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_WAIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass  # stuck in the kernel on a dead drive; nothing more can be done from here
         if self._receive >= 0:
             self._selector.close()
             os.close(self._receive)
@@ -102,11 +98,10 @@ class CaseProcess:
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
+        # A child that is gone is noticed at its next event.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            pass
 
     def _how_it_died(self) -> str:
         self.kill()
@@ -125,4 +120,3 @@ class CaseProcess:
             file.seek(max(0, self.log.stat().st_size - 2000))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         return f"; its last words: {lines[-1][:300]}" if lines else ""
-

@@ -32,8 +32,8 @@ def run_plan(
 ) -> int:
     """Run a plan on this host and print its table; returns the exit code.
 
-    0: every row that can run here is ok; 4: one is not; 130: interrupted. Raises a ValueError subclass
-    with a clear message when it could not start.
+    0: every row that can run here is ok; 4: one is not, or none could run; 130: interrupted. Raises a ValueError
+    subclass with a clear message when it could not start.
     """
     console = Console(highlight=False)
     if run_id is not None and not RUN_ID_PATTERN.match(run_id):
@@ -55,13 +55,13 @@ def run_plan(
     except InterruptedRunError:
         console.print("interrupted: nothing half-written was left, the rows so far are in the report")
         return EXIT_INTERRUPTED
-    from bench.report.text import host_table
+    from bench.report.text import host_lines
 
-    console.print()
-    console.print(host_table(report))
-    console.print(f"report: {layout.run_folder(settings.root, settings.run_id) / layout.REPORT_FILE}", soft_wrap=True)
-    failed = any(case.status in ("failed", "timeout") for case in report.cases)
-    return EXIT_ROWS_FAILED if failed else EXIT_OK
+    where = layout.run_folder(settings.root, settings.run_id) / layout.REPORT_FILE
+    for line in ["", *host_lines(report, console.width), f"report: {where}"]:
+        console.print(line, markup=False, soft_wrap=True)
+    statuses = {case.status for case in report.cases}
+    return EXIT_OK if statuses <= {"ok", "skipped"} and "ok" in statuses else EXIT_ROWS_FAILED
 
 
 def _folder(folder: Path | None, make: bool) -> Path:
@@ -82,7 +82,10 @@ def _print_dry_run(plan: Plan, folder: Path, console: Console) -> int:
     host = preflight.look_at_host(there, len(gpus()))
     total = 0
     problems = 0
-    console.print(f"plan {plan.name}: {plan.warmup} warm-up and {plan.repetitions} counted saves a case, into {folder}")
+    console.print(
+        f"plan {plan.name}: {plan.warmup} warm-up and {plan.repetitions} counted saves a case, into {folder}",
+        soft_wrap=True,
+    )
     for case in plan.cases():
         refusal = preflight.check_case(case, host)
         size = payload_bytes(case)
@@ -98,6 +101,8 @@ def _print_dry_run(plan: Plan, folder: Path, console: Console) -> int:
         console.print(f"  {case.workload:<10} {case.writer:<17} {what}", soft_wrap=True, markup=False)
     need = max(file_bytes(case) for case in plan.cases())
     console.print(
-        f"writes {total / GIB:.2f} GiB in all, at most {need / GIB:.2f} GiB at a time; {host.free_bytes / GIB:.2f} GiB free"
+        f"writes {total / GIB:.2f} GiB in all, at most {need / GIB:.2f} GiB at a time; "
+        f"{host.free_bytes / GIB:.2f} GiB are free",
+        soft_wrap=True,
     )
     return EXIT_ROWS_FAILED if problems else EXIT_OK

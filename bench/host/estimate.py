@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
+from bench.host.models import parameter_count
 from bench.plan import Case
 
-# Parameters of the shipped configurations, tied weights counted once; checked against the built
-# models by tests/host/test_models.py.
-PARAMETERS: dict[str, int] = {
-    "tiny-t5": 0,
-    "gpt2-large": 774_030_080,
-    "phi3": 3_821_079_552,
-    "phi3-v": 0,
-    "llama3-1B": 1_235_814_400,
-}
 # Adam's two moments, in fp32; ZeRO keeps an fp32 copy of half-precision weights beside them.
 ADAM_BYTES_PER_PARAMETER = 8
 MASTER_BYTES_PER_PARAMETER = 4
@@ -30,7 +22,7 @@ def payload_bytes(case: Case) -> int | None:
         return options.size_bytes
     if options.pretrained is not None:
         return None
-    parameters = PARAMETERS[options.model]
+    parameters = parameter_count(options.model)
     size = parameters * (2 if options.half else 4)
     if options.optimizer:
         size += parameters * ADAM_BYTES_PER_PARAMETER

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +48,13 @@ def check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise FolderError(f"cannot write in folder {folder}: {error.strerror}; give another one with --folder") from error
+        raise FolderError(
+            f"cannot write in folder {folder}: {error.strerror}; give another one with --folder"
+        ) from error
 
 
 def takes_direct_io(folder: Path) -> bool:
-    """Whether a file in ``folder`` can be opened with O_DIRECT; tried, because it depends on kernel and filesystem."""
+    """Whether a file in ``folder`` can be opened with O_DIRECT; tried, since it depends on kernel and filesystem."""
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".direct-")
     os.close(descriptor)
     try:
@@ -83,31 +85,31 @@ def look_at_host(folder: Path, gpu_count: int) -> Host:
 
 def check_case(case: Case, host: Host) -> Refusal | None:
     """None when the case can run here, else why not. A row that the hardware can't do is skipped, not failed."""
+    return next(_refusals(case, host), None)
+
+
+def _refusals(case: Case, host: Host) -> Iterator[Refusal]:
     options = case.options
     if case.writer == "ds_gds" and not options.gpu:
-        return Refusal("skipped", "GPUDirect Storage needs a GPU; give --gpu on a host that has one")
+        yield Refusal("skipped", "GPUDirect Storage needs a GPU; give --gpu on a host that has one")
     if options.gpu and host.gpu_count == 0:
-        return Refusal("skipped", "needs a GPU, and nvidia-smi shows none here; leave --gpu out, or use plan quick")
+        yield Refusal("skipped", "needs a GPU, and nvidia-smi shows none here; leave --gpu out, or use plan quick")
     if options.gpu and options.device >= host.gpu_count:
-        return Refusal("failed", f"--device {options.device} is not there: this host has {host.gpu_count} GPUs, from 0")
+        yield Refusal("failed", f"--device {options.device} is not there: this host has {host.gpu_count} GPUs, from 0")
     if case.writer in ("ds_aio", "ds_gds", "direct") and not host.direct:
-        return Refusal("skipped", "the folder's filesystem refuses O_DIRECT; this writer needs it (try ext4 or xfs)")
+        yield Refusal("skipped", "the folder's filesystem refuses O_DIRECT; this writer needs it (try ext4 or xfs)")
     if case.writer == "ds_aio" and host.aio_slots is not None and host.aio_slots < needed_aio_slots(case):
-        return Refusal(
+        yield Refusal(
             "failed",
             f"only {host.aio_slots} of the kernel's asynchronous I/O slots are free, {needed_aio_slots(case)} are "
             "needed; close what holds them or raise fs.aio-max-nr with sysctl",
         )
-    need = file_bytes(case)
+    need, memory = file_bytes(case), memory_bytes(case)
     if need > host.free_bytes:
-        return Refusal("failed", f"needs {need / GIB:.2f} GiB of space, {host.free_bytes / GIB:.2f} GiB are free")
-    memory = memory_bytes(case)
+        yield Refusal("failed", f"needs {need / GIB:.2f} GiB of space, {host.free_bytes / GIB:.2f} GiB are free")
     if memory > host.memory_available_bytes:
-        return Refusal(
-            "skipped",
-            f"needs about {memory / GIB:.1f} GiB of memory, {host.memory_available_bytes / GIB:.1f} GiB are available",
-        )
-    return None
+        available = host.memory_available_bytes / GIB
+        yield Refusal("skipped", f"needs about {memory / GIB:.1f} GiB of memory, {available:.1f} GiB are available")
 
 
 def needed_aio_slots(case: Case) -> int:

@@ -234,9 +234,7 @@ class _Run:
             self._event(row, "phase")
         with self._timed("saves"):
             event = self._event(row, "sampled")
-        sample = Sample(
-            ack_seconds=event["ack_seconds"], durable_seconds=event["durable_seconds"], warmup=warmup
-        )
+        sample = Sample(ack_seconds=event["ack_seconds"], durable_seconds=event["durable_seconds"], warmup=warmup)
         row.result.samples.append(sample)
         row.result.file_bytes = event["file_bytes"]
         row.result.statistics = event["statistics"]

@@ -204,9 +204,7 @@ def tensors_in(obj: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def _byte_chunks(
-    expected: torch.Tensor, actual: torch.Tensor
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _byte_chunks(expected: torch.Tensor, actual: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     wanted, got = _as_bytes(expected), _as_bytes(actual)
     for start in range(0, wanted.numel(), CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, wanted.numel())

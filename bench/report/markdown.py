@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from bench.fleet.store import plain
 from bench.report.text import Row, final_line, fleet_verdict, header_lines, rows, worst_first
 from bench.results import FleetReport, HostOutcome, HostReport
+from bench.words import plain
 
 # Whole tables of so many hosts at most, those that need a look first; every host has its line in the summary.
 MAX_TABLES = 100

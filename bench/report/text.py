@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.fleet.store import plain
-from bench.fleet.verdict import UNWRITTEN, gib_per_second
-from bench.fleet.watch import duration
-from bench.plan import GIB
+from bench.plan import UNWRITTEN
 from bench.results import CaseResult, FleetReport, HostOutcome, HostReport
+from bench.words import duration, gib_per_second, plain, size_words
 
 # Hosts whose whole tables are printed; of a larger fleet only those that did not pass, up to as many.
 FULL_TABLES = 4
@@ -164,15 +162,6 @@ def fleet_verdict(hosts: Sequence[HostOutcome]) -> str:
 def worst_first(hosts: Iterable[HostOutcome]) -> list[HostOutcome]:
     """Hosts in the order in which somebody should look at them."""
     return sorted(hosts, key=lambda host: (VERDICT_ORDER.index(host.verdict), host.name))
-
-
-def size_words(count: int) -> str:
-    """Bytes as people read them: ``14.2 GiB``, ``256 MiB``."""
-    for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
-        if count >= unit:
-            value = count / unit
-            return f"{value:.{2 if value < 10 and count % unit else 1 if value < 100 and count % unit else 0}f} {name}"
-    return f"{count} B"
 
 
 def _row(case: CaseResult, base: float | None) -> Row:

@@ -61,7 +61,7 @@ class Workload(ABC):
         """Read back and compare bit by bit (dtype, shape, bytes); raises NotVerifiedError."""
 
     def resume(self, saved: Saved) -> tuple[bool | None, str | None]:
-        """Can training resume from it? ``(None, None)`` where the question does not apply, else the answer and why not."""
+        """Can training resume from it, and why not; ``(None, None)`` where the question does not apply."""
         return None, None
 
     def close(self) -> None:

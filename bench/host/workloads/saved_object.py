@@ -82,7 +82,7 @@ class RoundtripWorkload(ModelWorkload):
     """
 
     def verify(self, saved: Saved) -> None:
-        from bench.host.models import fill_weights_
+        from bench.host.randomness import fill_weights_
 
         super().verify(saved)
         (path,) = saved.files
@@ -101,7 +101,6 @@ class RoundtripWorkload(ModelWorkload):
             raise NotVerifiedError("the logits of the loaded model differ from those of the saved one")
 
     def _logits(self) -> torch.Tensor:
-        from bench.host.models import model_inputs
+        from bench.host.models import logits, model_inputs
 
-        with torch.no_grad():
-            return self.model(**model_inputs(self.model, self.case.options.model, self.seed)).logits
+        return logits(self.model, model_inputs(self.model, self.seed))

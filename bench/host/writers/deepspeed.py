@@ -150,4 +150,3 @@ def _add_speeds(statistics: dict[str, Any]) -> None:
     ):
         if statistics.get(seconds):
             statistics[speed] = statistics[size] / statistics[seconds] / 1024**3
-

@@ -25,7 +25,5 @@ class TorchSaveZip(TorchSave):
     def __init__(self, context: WriterContext) -> None:
         options = context.options.model_copy(update={"zipfile": True})
         super().__init__(
-            WriterContext(
-                context.workload, options, context.device, context.folder, context.logical_block_bytes
-            )
+            WriterContext(context.workload, options, context.device, context.folder, context.logical_block_bytes)
         )
