@@ -92,9 +92,9 @@ teardown: hosts-match ## take the array apart on HOSTS (CONFIRM=name of the arra
 # A pattern that matches nothing must fail, also where Ansible itself would only warn.
 .PHONY: hosts-match
 hosts-match: $(STAMP)
-	@ansible all --inventory $(INVENTORY) --limit '$(HOSTS)' --list-hosts >.ansible/hosts-match 2>&1 \
-		&& ! grep -q 'hosts (0)' .ansible/hosts-match || { grep -i error .ansible/hosts-match >&2; \
-		echo "HOSTS=$(HOSTS) does not name hosts of INVENTORY=$(INVENTORY); 'make hosts HOSTS=all' lists them" >&2; exit 2; }
+	@listed=$$(ansible all --inventory $(INVENTORY) --limit '$(HOSTS)' --list-hosts 2>&1); \
+	case "$$?$$listed" in 0*"hosts (0)"*|[!0]*) printf '%s\n' "$$listed" | grep -i error >&2; \
+		echo "HOSTS=$(HOSTS) does not name hosts of INVENTORY=$(INVENTORY); 'make hosts HOSTS=all' lists them" >&2; exit 2;; esac
 
 ## Development
 
