@@ -79,6 +79,35 @@ def install(logical_block_bytes: int = HANDLE_SECTOR_BYTES) -> None:
     factory._bench_installed = True
 
 
+def current_logical_block_bytes() -> int:
+    """The block size that :func:`install` was called with last."""
+    return _logical_block_bytes
+
+
+def use_accelerator(gpu: bool) -> None:
+    """Make DeepSpeed work on the CPU, or on the GPU, whatever it found when it was imported.
+
+    On a host with a GPU it takes the GPU by itself, also for a case that is about the CPU.
+    """
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if not gpu and get_accelerator().device_name() != "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+
+
+def release_factory(factory: Any) -> None:
+    """Free the I/O buffer of a CheckpointWriterFactory that will not be used again."""
+    handle, buffer = factory._dnvme_handle, factory._io_buffer
+    factory._dnvme_handle = factory._io_buffer = None
+    if buffer is not None and factory._use_gds:
+        handle.unpin_device_tensor(buffer)
+    elif buffer is not None:
+        # False, and nothing done, for memory that CUDA pinned: that goes with the tensor.
+        handle.free_cpu_locked_tensor(buffer)
+
+
 def cast_to_byte_tensor(tensors: Any) -> Any:
     """Every byte of a contiguous tensor (or of each one in a list) as a flat uint8 view that owns its storage.
 

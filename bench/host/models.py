@@ -118,9 +118,12 @@ def make_optimizer(model: torch.nn.Module, fused: bool, seed: int) -> torch.opti
     return optimizer
 
 
-def fill_optimizer_(optimizer: torch.optim.Optimizer, seed: int) -> None:
+def fill_optimizer_(
+    optimizer: torch.optim.Optimizer, seed: int, parameters: list[torch.Tensor] | None = None
+) -> None:
     """Give an Adam-like optimizer random moments, making those that no step has made yet.
 
+    ``parameters``: what the state is for, where the optimizer's groups do not hold them (ZeRO 3).
     For checkpoints only: second moments may be negative, so no step may follow.
     """
     import torch
@@ -128,20 +131,20 @@ def fill_optimizer_(optimizer: torch.optim.Optimizer, seed: int) -> None:
     # DeepSpeed's fused Adam counts steps once a group, torch's once a parameter.
     step_in_group = type(optimizer).__name__ == "FusedAdam"
     streams: dict[torch.device, RandomBytes] = {}
-    for group in optimizer.param_groups:
-        if step_in_group:
+    if step_in_group:
+        for group in optimizer.param_groups:
             group.setdefault("step", 1)
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if "exp_avg" not in state:
-                if not step_in_group:
-                    state["step"] = torch.tensor(1.0)
-                state["exp_avg"] = torch.empty_like(parameter, requires_grad=False)
-                state["exp_avg_sq"] = torch.empty_like(parameter, requires_grad=False)
-            for moment in (state["exp_avg"], state["exp_avg_sq"]):
-                if moment.device not in streams:
-                    streams[moment.device] = RandomBytes(seed, moment.device)
-                streams[moment.device].fill_weights_(moment)
+    for parameter in parameters or [one for group in optimizer.param_groups for one in group["params"]]:
+        state = optimizer.state[parameter]
+        if "exp_avg" not in state:
+            if not step_in_group:
+                state["step"] = torch.tensor(1.0)
+            state["exp_avg"] = torch.empty_like(parameter, requires_grad=False)
+            state["exp_avg_sq"] = torch.empty_like(parameter, requires_grad=False)
+        for moment in (state["exp_avg"], state["exp_avg_sq"]):
+            if moment.device not in streams:
+                streams[moment.device] = RandomBytes(seed, moment.device)
+            streams[moment.device].fill_weights_(moment)
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,9 +44,7 @@ def single_process_group(gpu: bool = False, device: int = 0) -> Iterator[str]:
         try:
             yield backend
         finally:
-            _forget_in_deepspeed()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            _destroy()
 
 
 @contextmanager
@@ -74,10 +73,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _forget_in_deepspeed() -> None:
-    """DeepSpeed keeps its own handle on the group and would use it after its end."""
-    import sys
+def _destroy() -> None:
+    """End the group, through DeepSpeed where it uses it: it keeps handles on groups beyond their end."""
+    import torch.distributed as dist
 
     comm = sys.modules.get("deepspeed.comm.comm")
-    if comm is not None and getattr(comm, "cdb", None) is not None:
+    if comm is not None and comm.cdb is not None:
+        comm.destroy_process_group()
         comm.cdb = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
