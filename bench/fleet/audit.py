@@ -154,9 +154,7 @@ def targets_of(store: RunStore) -> tuple[Targets, list[Target], list[NoReport]]:
     try:
         known = {target.name: target for target in read_targets(targets.inventory, "all")}
     except InventoryError as error:
-        raise StoreError(
-            f"run {store.run_id} used the inventory {', '.join(targets.inventory)}: {error}"
-        ) from error
+        raise StoreError(f"run {store.run_id} used the inventory {', '.join(targets.inventory)}: {error}") from error
     gone = [
         NoReport(host, "it is not in the inventory any more", unreachable=True)
         for host in targets.hosts
@@ -171,9 +169,7 @@ def watcher(controller: Controller, store: RunStore) -> Watcher:
     return Watcher(targets, store.starts(), controller.connector())
 
 
-def collect_run(
-    controller: Controller, store: RunStore, said: Callable[[Collected], None] = lambda _: None
-) -> None:
+def collect_run(controller: Controller, store: RunStore, said: Callable[[Collected], None] = lambda _: None) -> None:
     """Fetch what is ready of a run and note why the rest is missing."""
     _, targets, gone = targets_of(store)
     found = collect(store, targets, controller.connector(), said)
@@ -215,9 +211,7 @@ def report_reader(store: RunStore, targets: Targets) -> Callable[[HostOutcome], 
 
 def _hosts_to_run(controller: Controller, order: Order) -> tuple[list[str], list[str]]:
     if order.retry is None:
-        return absolute(order.inventory), [
-            target.name for target in read_targets(order.inventory, order.pattern)
-        ]
+        return absolute(order.inventory), [target.name for target in read_targets(order.inventory, order.pattern)]
     before = open_run(controller.results_folder, None if order.retry == "last" else order.retry)
     path = before.folder / layout.FLEET_FILE
     if not path.is_file():
@@ -227,9 +221,7 @@ def _hosts_to_run(controller: Controller, order: Order) -> tuple[list[str], list
     fleet = results.parse_fleet_report(path.read_bytes(), str(path))
     hosts = [host.name for host in fleet.hosts if host.verdict != "PASS"]
     if not hosts:
-        raise StoreError(
-            f"all {len(fleet.hosts)} hosts of run {before.run_id} passed; there is nothing to run again"
-        )
+        raise StoreError(f"all {len(fleet.hosts)} hosts of run {before.run_id} passed; there is nothing to run again")
     inventory = before.targets().inventory
     known = {target.name for target in read_targets(inventory, "all")}
     left = [host for host in hosts if host in known]

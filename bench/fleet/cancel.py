@@ -58,9 +58,7 @@ def _cancel_host(remote: Remote, start: Start, run_id: str) -> tuple[bool, str]:
             if is_alive(remote, status.pid, run_id) is not True:
                 return (
                     True,
-                    "stopped"
-                    if signal == "TERM"
-                    else "killed: it did not stop by itself; half files may be left",
+                    "stopped" if signal == "TERM" else "killed: it did not stop by itself; half files may be left",
                 )
             time.sleep(0.2)
     return False, f"NOT stopped: pid {status.pid} does not end"

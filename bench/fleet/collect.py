@@ -53,9 +53,7 @@ def collect(
         return list(pool.map(one, targets))
 
 
-def _collect_host(
-    store: RunStore, target: Target, start: Start | None, connect: Connector
-) -> NoReport | None:
+def _collect_host(store: RunStore, target: Target, start: Start | None, connect: Connector) -> NoReport | None:
     if store.report_file(target.name).is_file():
         return None  # a report is written once, when a run has ended
     never_started = not_started(target.name, start)
@@ -83,9 +81,7 @@ def _collect_host(
 def not_started(host: str, start: Start | None) -> NoReport | None:
     """Why a host has nothing to collect, from what Ansible saw; None for a host that was started."""
     if start is None:
-        return NoReport(
-            host, "it was never started: the controller stopped before its turn; `make run RETRY=last`"
-        )
+        return NoReport(host, "it was never started: the controller stopped before its turn; `make run RETRY=last`")
     if start.event == "unreachable":
         return NoReport(host, plain(start.message or "Ansible could not log in"), unreachable=True)
     if start.event == "failed" or start.run_folder is None:
@@ -147,9 +143,7 @@ def _why_no_report(remote: Remote, run_folder: str, run_id: str) -> str:
     return f"still running, {status.progress:.0%} done; `make watch` attaches, `make collect report` when it has ended"
 
 
-def load(
-    store: RunStore, targets: Targets, missing: dict[str, NoReport]
-) -> tuple[list[Digest], list[NoReport]]:
+def load(store: RunStore, targets: Targets, missing: dict[str, NoReport]) -> tuple[list[Digest], list[NoReport]]:
     """Every targeted host's report, condensed, or why there is none that can be used."""
     digests: list[Digest] = []
     without: list[NoReport] = []
@@ -187,9 +181,7 @@ def read_report(path: Path, targets: Targets, host: str) -> results.HostReport:
     absent = set(targets.cases) - {(case.workload, case.writer) for case in report.cases}
     if absent and not report.interrupted:
         workload, writer = sorted(absent)[0]
-        raise results.ReportError(
-            f"{path.name} lacks {len(absent)} of the plan's rows, such as {workload} {writer}"
-        )
+        raise results.ReportError(f"{path.name} lacks {len(absent)} of the plan's rows, such as {workload} {writer}")
     return report
 
 

@@ -47,9 +47,7 @@ AcceptNewKeys = Annotated[
 Run = Annotated[str | None, typer.Option("--run", help="The run; the latest one when left out.")]
 Inventory = Annotated[list[str], typer.Option("--inventory", "-i", help="Inventory, as Ansible takes it.")]
 Hosts = Annotated[str, typer.Option("--hosts", help="Hosts, a group, or any pattern of Ansible's.")]
-Patience = Annotated[
-    float, typer.Option("--patience", min=0, help="Seconds to wait for a host that was lost.")
-]
+Patience = Annotated[float, typer.Option("--patience", min=0, help="Seconds to wait for a host that was lost.")]
 RESULTS = Path("results")
 KNOWN_HOSTS = Path("known_hosts")
 
@@ -79,9 +77,7 @@ def audit(
         str | None,
         typer.Option("--folder", help="Where hosts write checkpoints, instead of their bench_folder."),
     ] = None,
-    forks: Annotated[
-        int | None, typer.Option("--forks", min=1, help="Hosts at a time while starting.")
-    ] = None,
+    forks: Annotated[int | None, typer.Option("--forks", min=1, help="Hosts at a time while starting.")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Save from the GPU.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what each host would measure and write.")

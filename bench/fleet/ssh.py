@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import pwd
 import shlex
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from bench.fleet.inventory import Target
 CHUNK_BYTES = 256 * 1024
 CONNECT_SECONDS = 15.0
 # A channel that stays silent this long is taken as lost.
-SILENCE_SECONDS = 30.0
+SILENCE_SECONDS = 15.0
 # How a jump through another host is started: OpenSSH itself, so that its configuration holds for the jump too.
 JUMP_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS:.0f}")
 
@@ -42,6 +43,10 @@ class RemoteError(Exception):
 
 class HostUnreachableError(RemoteError):
     """No connection: name, network, sshd or login."""
+
+
+class LoginRefusedError(HostUnreachableError):
+    """The host answers, but does not let us in; waiting does not help."""
 
 
 class HostKeyRefusedError(RemoteError):
@@ -126,13 +131,18 @@ def parse_ssh_settings(text: str) -> SshSettings:
         hostname=first["hostname"],
         port=int(first["port"]),
         user=first["user"],
-        key_files=tuple(os.path.expanduser(path) for path in found.get("identityfile", [])),
+        key_files=tuple(_own(path) for path in found.get("identityfile", [])),
         agent=first.get("identityagent") != "none",
         proxy_jump=first.get("proxyjump"),
         proxy_command=first.get("proxycommand"),
         key_alias=first.get("hostkeyalias"),
-        known_hosts=tuple(os.path.expanduser(path) for path in user_files + system_files),
+        known_hosts=tuple(_own(path) for path in user_files + system_files),
     )
+
+
+def _own(path: str) -> str:
+    """The path with ``~`` as OpenSSH takes it: the home of the account, whatever HOME says."""
+    return pwd.getpwuid(os.getuid()).pw_dir + path[1:] if path.startswith("~/") else path
 
 
 class Remote(Protocol):
@@ -272,20 +282,21 @@ def connect(target: Target, known: KnownHosts) -> Remote:
     except paramiko.BadHostKeyException as error:
         reason: RemoteError = HostKeyRefusedError(_changed_key_message(error, settings, known))
     except paramiko.PasswordRequiredException:
-        reason = HostUnreachableError(
-            f"the key for {settings.user}@{settings.hostname} has a passphrase; load it into the agent (ssh-add)"
+        reason = LoginRefusedError(
+            f"a key for {settings.user}@{settings.hostname} has a passphrase; load it into the agent (ssh-add)"
         )
     except paramiko.AuthenticationException as error:
-        reason = HostUnreachableError(
+        reason = LoginRefusedError(
             f"login refused for {settings.user}@{settings.hostname} ({_words(error)}); "
             f"does `ssh {target.name}` work without a password?"
         )
     except RemoteError as error:
         reason = error
     except (paramiko.SSHException, OSError, EOFError, ValueError) as error:
-        reason = HostUnreachableError(
-            _with_jump_words(f"no SSH with {settings.key_name}: {_words(error)}", jump)
-        )
+        # paramiko has no class of its own for having neither a key nor an agent.
+        keyless = "No authentication methods" in str(error)
+        kind = LoginRefusedError if keyless else HostUnreachableError
+        reason = kind(_with_jump_words(f"no SSH with {settings.key_name}: {_words(error)}", jump))
     client.close()
     connection.close()
     if jump is not None:
@@ -331,9 +342,7 @@ def _refuse_revoked(client: paramiko.SSHClient, settings: SshSettings, known: Kn
                 raise HostKeyRefusedError(f"the host key of {settings.key_name} is marked @revoked in {file}")
 
 
-def _changed_key_message(
-    error: paramiko.BadHostKeyException, settings: SshSettings, known: KnownHosts
-) -> str:
+def _changed_key_message(error: paramiko.BadHostKeyException, settings: SshSettings, known: KnownHosts) -> str:
     name = settings.key_name
     files = [file for file in (str(known.project), *settings.known_hosts) if _lists(file, name)]
     remove = "; ".join(f"ssh-keygen -R '{name}' -f {file}" for file in files) or f"ssh-keygen -R '{name}'"

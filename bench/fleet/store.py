@@ -133,9 +133,7 @@ class RunStore:
         except FileNotFoundError:
             return {}
         except (ValueError, TypeError, KeyError) as error:
-            raise StoreError(
-                f"{self.folder / MISSING_FILE} is damaged; `make collect` writes it anew"
-            ) from error
+            raise StoreError(f"{self.folder / MISSING_FILE} is damaged; `make collect` writes it anew") from error
 
     def link_latest(self) -> None:
         """Point ``results/latest`` at this run, atomically."""
@@ -164,9 +162,7 @@ def open_run(results_folder: Path, run_id: str | None) -> RunStore:
 
 def known_runs(results_folder: Path) -> list[str]:
     """Run ids in the results folder, oldest first."""
-    return sorted(
-        path.parent.name for path in results_folder.glob(f"*/{TARGETS_FILE}") if not path.parent.is_symlink()
-    )
+    return sorted(path.parent.name for path in results_folder.glob(f"*/{TARGETS_FILE}") if not path.parent.is_symlink())
 
 
 def safe_folder(host: str) -> str:

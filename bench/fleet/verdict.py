@@ -92,7 +92,9 @@ def row_fault(case: CaseResult) -> str | None:
     """Why a row counts as failed, or None. A skipped row never does; an unverified one always."""
     name = f"{case.workload} {case.writer}"
     if case.status in ("failed", "timeout"):
-        return f"{name} {'failed' if case.status == 'failed' else 'ran out of time'}: {case.reason or 'no reason given'}"
+        return (
+            f"{name} {'failed' if case.status == 'failed' else 'ran out of time'}: {case.reason or 'no reason given'}"
+        )
     if case.status == "ok" and case.writer not in UNWRITTEN and case.verified is not True:
         return f"{name} was not verified: {case.reason or 'what was read back was not compared'}"
     return None
@@ -129,9 +131,7 @@ def alike_key(report: HostReport) -> tuple[str, ...]:
     facts = report.facts
     return (
         *sorted(f"{drive.model}/{drive.size_bytes}/{drive.link}" for drive in facts.drives),
-        f"{facts.array.level}/{facts.array.chunk_bytes}/{len(facts.array.members)}"
-        if facts.array
-        else "no array",
+        f"{facts.array.level}/{facts.array.chunk_bytes}/{len(facts.array.members)}" if facts.array else "no array",
         facts.filesystem.type,
         facts.cpu,
         *sorted(gpu.name for gpu in facts.gpus),

@@ -26,6 +26,7 @@ from bench.fleet.ssh import (
     Connector,
     HostKeyRefusedError,
     HostUnreachableError,
+    LoginRefusedError,
     Remote,
     RemoteError,
     is_alive,
@@ -86,8 +87,7 @@ def lost(view: View, reason: str) -> View:
 def done(views: Iterable[View], now: float, patience: float) -> bool:
     """Whether there is nothing left to wait for: all ended, or lost for longer than ``patience`` seconds."""
     return all(
-        view.state in ("finished", "failed") or (view.state == "lost" and now - view.heard > patience)
-        for view in views
+        view.state in ("finished", "failed") or (view.state == "lost" and now - view.heard > patience) for view in views
     )
 
 
@@ -119,9 +119,7 @@ def summary(views: Sequence[View]) -> str:
         for view in views
         if view.state == "running" and view.status and view.status.seconds_left
     ]
-    share = sum(1.0 if view.state in ("finished", "failed") else view.progress for view in views) / max(
-        1, len(views)
-    )
+    share = sum(1.0 if view.state in ("finished", "failed") else view.progress for view in views) / max(1, len(views))
     time_left = f", about {duration(max(left))} left" if left else ""
     return f"{len(views)} host{'s' if len(views) != 1 else ''}: {counts}; {share:.0%} done{time_left}"
 
@@ -165,9 +163,7 @@ class Watcher:
         self._connect = connect
         self._remotes: dict[str, Remote] = {}
         self._lock = threading.Lock()
-        self.views = {
-            target.name: _first_view(target.name, starts.get(target.name), now) for target in targets
-        }
+        self.views = {target.name: _first_view(target.name, starts.get(target.name), now) for target in targets}
 
     def poll(self) -> None:
         """Ask every host that still has something to say, once."""
@@ -196,22 +192,16 @@ class Watcher:
             raw = remote.read(f"{start.run_folder}/{layout.STATUS_FILE}", MAX_STATUS_BYTES)
             status = parse_status(raw, layout.STATUS_FILE)
             after = heard(view, status, now())
-            if (
-                after.reason
-                and after.state == "running"
-                and is_alive(remote, status.pid, status.run_id) is False
-            ):
+            if after.reason and after.state == "running" and is_alive(remote, status.pid, status.run_id) is False:
                 return replace(
                     after,
                     state="failed",
                     reason=f"the benchmark's process (pid {status.pid}) is gone without a report",
                 )
-        except HostKeyRefusedError as error:
+        except (HostKeyRefusedError, LoginRefusedError) as error:
             return replace(view, state="failed", reason=plain(error))
         except FileNotFoundError:
-            return replace(
-                view, state="failed", reason=f"there is no run in {start.run_folder} any more", heard=now()
-            )
+            return replace(view, state="failed", reason=f"there is no run in {start.run_folder} any more", heard=now())
         except (HostUnreachableError, InventoryError) as error:
             return lost(view, str(error))
         except (RemoteError, ReportError, OSError) as error:
