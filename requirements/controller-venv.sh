@@ -13,6 +13,11 @@ log=$(mktemp "${TMPDIR:-/tmp}/controller-venv.XXXXXX") || exit 1
 trap 'rm -f "$log"' EXIT
 trap 'exit 130' INT TERM
 
+# Sites with a certificate authority of their own have it in the system's store, where pip looks but uv does not.
+for store in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
+    [ -s "$store" ] && export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"
+done
+
 die() {
     [ -s "$log" ] && tail -n 5 "$log" | sed 's/^/    /' >&2
     printf '%s: %s\n' "$folder" "$1" >&2

@@ -97,6 +97,11 @@ def test_an_index_that_only_pip_knows_reaches_uv() -> None:
     assert extra["SSL_CERT_FILE"] == "/etc/site.pem"
 
 
+def test_a_sites_own_certificate_authority_reaches_uv() -> None:
+    assert module.uv_environment({}, "", "", "", {}, True)["UV_SYSTEM_CERTS"] == "true"
+    assert "UV_SYSTEM_CERTS" not in module.uv_environment({"UV_SYSTEM_CERTS": "false"}, "", "", "", {}, True)
+
+
 def test_the_environment_wins_in_pips_settings() -> None:
     text = PIP + ":env:.index-url='https://env.example/simple'\n"
     assert module.parse_pip_settings(text)["index-url"] == "https://env.example/simple"

@@ -102,6 +102,7 @@ python:
 """
 
 STAMP = "runtime.json"
+CERTIFICATE_STORES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt")
 OLDEST, NEWEST = (3, 10), (3, 13)
 # Asked of the environment: what is installed and whether the bench package and torch are really there.
 INVENTORY = r"""
@@ -178,7 +179,7 @@ def plan(seen, stamp, wanted):
     return steps
 
 
-def uv_environment(environment, index, wheel_dir, uv_cache, pip_settings):
+def uv_environment(environment, index, wheel_dir, uv_cache, pip_settings, system_certificates=False):
     """What uv is started with, beyond the host's environment.
 
     A site often has its index in pip's configuration only. Where uv has none of its own, it gets
@@ -198,6 +199,9 @@ def uv_environment(environment, index, wheel_dir, uv_cache, pip_settings):
             extra.update(UV_INDEX=" ".join(others), UV_INDEX_STRATEGY="unsafe-best-match")
     if pip_settings.get("cert") and not environment.get("SSL_CERT_FILE"):
         extra["SSL_CERT_FILE"] = pip_settings["cert"]
+    if system_certificates and not environment.get("UV_SYSTEM_CERTS"):
+        # A site's own certificate authority is in the system's store, where pip looks but uv does not.
+        extra["UV_SYSTEM_CERTS"] = "true"
     return {key: value for key, value in extra.items() if value}
 
 
@@ -380,7 +384,12 @@ class Environment:
     def uv(self, verb, *arguments, settings):
         """``uv pip VERB`` into this environment."""
         extra = uv_environment(
-            os.environ, self.params["index"], self.params["wheel_dir"], self.params["uv_cache"], settings
+            os.environ,
+            self.params["index"],
+            self.params["wheel_dir"],
+            self.params["uv_cache"],
+            settings,
+            any(os.path.exists(store) for store in CERTIFICATE_STORES),
         )
         # Source distributions build with what is in the environment: its ninja must be found.
         extra["PATH"] = os.path.join(self.folder, "bin") + os.pathsep + os.environ.get("PATH", os.defpath)
