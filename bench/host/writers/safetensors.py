@@ -74,7 +74,15 @@ def split_shared(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
     distinct: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
-        identity = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+        identity = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         if identity in seen:
             aliases[name] = seen[identity]
         else:
@@ -84,5 +92,7 @@ def split_shared(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+    # safetensors 0.6 stores a lazy conjugate's bytes and forgets that they mean the conjugate.
+    plain = tensor.resolve_conj().resolve_neg()
+    whole = plain.is_contiguous() and plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
+    return plain if whole else plain.clone(memory_format=torch.contiguous_format)
