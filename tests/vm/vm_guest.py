@@ -169,7 +169,7 @@ class Guest:
             "ansible_port": self.port,
             "ansible_user": "root",
             "ansible_ssh_private_key_file": str(self.image.user_key),
-            "ansible_ssh_common_args": f"-F none {self._ssh_options()}",
+            "ansible_ssh_args": f"-F none {self._ssh_options()}",
             "ansible_python_interpreter": "/usr/bin/python3",
             "bench_runtime_root": "/opt/fastpersist-bench",
         }

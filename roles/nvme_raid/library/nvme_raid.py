@@ -96,12 +96,20 @@ refusals:
 import os
 import socket
 import uuid
-from typing import Callable, Dict, List
+from typing import Callable, Dict
 
 from ansible.module_utils import nvme_raid_facts as reads
 from ansible.module_utils import nvme_raid_rules as rules
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nvme_raid_actions import LONG_SECONDS, rebuild_initramfs, reload_systemd, replace_text
+from ansible.module_utils.nvme_raid_actions import (
+    LONG_SECONDS,
+    differences,
+    do_steps,
+    rebuild_initramfs,
+    refuse,
+    reload_systemd,
+    replace_text,
+)
 from ansible.module_utils.nvme_raid_files import array_uuid
 
 
@@ -234,18 +242,8 @@ def make(module: AnsibleModule, wanted: rules.Wanted) -> None:
     missing = [program for program in rules.programs_needed(wanted) if program not in facts["programs"]]
     if missing and not module.check_mode:
         raise reads.FactsError(f"{', '.join(missing)} not found; the role installs mdadm and the filesystem's tools")
-    diff = differences(decision, facts)
     if not module.check_mode:
-        maker = Maker(module, wanted, decision, facts)
-        done: List[str] = []
-        for step in decision.steps:
-            try:
-                maker.do(step)
-            except (reads.FactsError, OSError) as error:
-                so_far = f"\nDone before: {'; '.join(done)}" if done else "\nNothing was done before that."
-                host = socket.gethostname()
-                module.fail_json(msg=f"nvme_raid on {host} could not {step.say}: {error}{so_far}", done=done)
-            done.append(step.say)
+        do_steps(module, decision.steps, Maker(module, wanted, decision, facts).do)
         if decision.steps:
             check_made(module, wanted)
     module.exit_json(
@@ -253,7 +251,7 @@ def make(module: AnsibleModule, wanted: rules.Wanted) -> None:
         steps=[step.say for step in decision.steps],
         missing=missing,
         array=rules.describe(wanted, decision),
-        diff=diff,
+        diff=differences(decision, facts),
     )
 
 
@@ -275,25 +273,6 @@ def check_made(module: AnsibleModule, wanted: rules.Wanted) -> None:
     if decision.steps:
         left = "; ".join(step.say for step in decision.steps)
         module.fail_json(msg=f"nvme_raid on {socket.gethostname()}: all steps were done, but this is left: {left}")
-
-
-def refuse(module: AnsibleModule, refusals: List[str]) -> None:
-    """Fail with every reason, a line each."""
-    listed = "".join(f"\n  - {refusal}" for refusal in refusals)
-    module.fail_json(msg=f"nvme_raid refuses on {socket.gethostname()}:{listed}", refusals=refusals)
-
-
-def differences(decision: rules.Decision, facts: rules.Facts) -> List[Dict[str, str]]:
-    """What --diff shows: the steps, then the files."""
-    shown = []
-    if decision.steps:
-        steps = "".join(f"{step.say}\n" for step in decision.steps)
-        shown.append({"before_header": "steps", "after_header": "steps", "before": "", "after": steps})
-    for file, text in decision.files.items():
-        path = facts["files"][file]["path"]
-        before = facts["files"][file]["text"]
-        shown.append({"before_header": path, "after_header": path, "before": before, "after": text})
-    return shown
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What both nvme_raid modules do to a host besides its drives: configuration files, initramfs, systemd."""
+"""What both nvme_raid modules do to a host besides its drives: configuration files, initramfs, systemd; and how they report."""
 
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+from typing import Callable, Dict, List
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nvme_raid_facts import run
+from ansible.module_utils.nvme_raid_facts import FactsError, run
+from ansible.module_utils.nvme_raid_rules import Decision, Facts, Step
 
 # blkdiscard, mkfs with initialised tables, and an initramfs for each of many kernels take minutes.
 LONG_SECONDS = 3600
@@ -43,3 +46,34 @@ def reload_systemd() -> None:
     """Let systemd, where it runs, read fstab again."""
     if os.path.isdir("/run/systemd/system"):
         run("systemctl", "daemon-reload")
+
+
+def do_steps(module: AnsibleModule, steps: List[Step], do: Callable[[Step], None]) -> None:
+    """Do the steps in order; the first that fails ends the module, which says what had been done by then."""
+    done: List[str] = []
+    for step in steps:
+        try:
+            do(step)
+        except (FactsError, OSError) as error:
+            so_far = "".join(f"\n  - {say}" for say in done) or " nothing"
+            host = socket.gethostname()
+            module.fail_json(msg=f"on {host}, could not {step.say}: {error}\nDone before that:{so_far}", done=done)
+        done.append(step.say)
+
+
+def refuse(module: AnsibleModule, refusals: List[str]) -> None:
+    """Fail with every reason, a line each."""
+    listed = "".join(f"\n  - {refusal}" for refusal in refusals)
+    module.fail_json(msg=f"nvme_raid refuses on {socket.gethostname()}:{listed}", refusals=refusals)
+
+
+def differences(decision: Decision, facts: Facts) -> List[Dict[str, str]]:
+    """What --diff shows: the steps, then the files."""
+    shown = []
+    if decision.steps:
+        steps = "".join(f"{step.say}\n" for step in decision.steps)
+        shown.append({"before_header": "steps", "after_header": "steps", "before": "", "after": steps})
+    for file, text in decision.files.items():
+        path, before = facts["files"][file]["path"], facts["files"][file]["text"]
+        shown.append({"before_header": path, "after_header": path, "before": before, "after": text})
+    return shown

@@ -67,7 +67,7 @@ def read_facts(wanted_drives: Callable[[Facts], Iterable[str]], mount_point: str
         "by_id": _by_id(),
         "nvme": read_nvme(),
         "holders": _holders(),
-        "mounts": _mounts(),
+        "mounts": read_mounts(),
         "swaps": _swaps(),
         "arrays": _arrays("mdadm" in programs),
         "mount_point": _mount_point(mount_point),
@@ -82,11 +82,11 @@ def read_facts(wanted_drives: Callable[[Facts], Iterable[str]], mount_point: str
     facts["initramfs_stale"] = _initramfs_stale(conf)
     chosen = sorted(set(wanted_drives(facts)))
     facts["signatures"] = {kname: signatures(f"/dev/{kname}") for kname in chosen if os.path.exists(f"/dev/{kname}")}
-    facts["exclusive"] = _not_exclusive(chosen)
+    facts["exclusive"] = not_exclusive(chosen)
     facts["open_by"] = _open_by(chosen)
     marked = {kname for kname, found in facts["signatures"].items() if _is_member(found)}
     marked |= {d["kname"] for d in _flat(facts["lsblk"]["blockdevices"]) if d.get("fstype") == "linux_raid_member"}
-    examined = {kname: _examine(kname) for kname in sorted(marked)} if "mdadm" in programs else {}
+    examined = {kname: examine(kname) for kname in sorted(marked)} if "mdadm" in programs else {}
     facts["members"] = {kname: member for kname, member in examined.items() if member}
     return facts
 
@@ -106,7 +106,7 @@ def export(text: str) -> Dict[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines() if line.startswith("MD_") and "=" in line)
 
 
-def _examine(kname: str) -> Dict[str, Any]:
+def examine(kname: str) -> Dict[str, Any]:
     """What a member's superblock says; empty when there is none any more."""
     try:
         member: Dict[str, Any] = export(run("mdadm", "--examine", "--export", f"/dev/{kname}"))
@@ -178,7 +178,7 @@ def _holders() -> Dict[str, List[str]]:
     return {kname: names for kname, names in held.items() if names}
 
 
-def _mounts() -> List[Dict[str, Any]]:
+def read_mounts() -> List[Dict[str, Any]]:
     """The mounts of every mount namespace, each namespace read once, through one of its processes."""
     own = os.readlink("/proc/self/ns/mnt")
     pids = ["self", *sorted((name for name in os.listdir("/proc") if name.isdigit()), key=int)]
@@ -243,7 +243,8 @@ def _swaps() -> List[Dict[str, str]]:
     return swaps
 
 
-def _not_exclusive(knames: Iterable[str]) -> Dict[str, str]:
+def not_exclusive(knames: Iterable[str]) -> Dict[str, str]:
+    """Devices that can't be opened exclusively, with the kernel's words."""
     refused = {}
     for kname in knames:
         try:

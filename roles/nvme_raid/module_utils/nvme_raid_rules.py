@@ -31,7 +31,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
-from ansible.module_utils.nvme_raid_files import conf_arrays, fstab_entries, with_array, with_mount
+from ansible.module_utils.nvme_raid_files import conf_arrays, fstab_entries, with_array, with_mount, without_array, without_mount
 
 Facts = Dict[str, Any]
 
@@ -118,6 +118,7 @@ class Decision:
     steps: List[Step] = field(default_factory=list)
     array: Optional[Array] = None
     array_uuid: str = ""
+    notes: List[str] = field(default_factory=list)
     # New texts, by the names that facts["files"] has.
     files: Dict[str, str] = field(default_factory=dict)
 
@@ -547,6 +548,112 @@ def describe(wanted: Wanted, decision: Decision) -> Dict[str, Any]:
             for drive in decision.drives
         ],
     }
+
+
+def decide_teardown(wanted: Wanted, facts: Facts) -> Decision:
+    """Decide what takes the array of that name apart, and its traces where it is gone already.
+
+    Configuration goes first and superblocks last: until its last member is wiped, an interrupted teardown finds the
+    array by its name again.
+    """
+    decision = Decision()
+    array, refusals = find_array(wanted.name, facts)
+    decision.array = array
+    decision.refusals += refusals
+    if array is not None:
+        decision.array_uuid = array.uuid
+        decision.drives = [_drive(kname, facts) for kname in array.present]
+        decision.refusals += _refuse_teardown(wanted, array, facts)
+    if decision.refusals:
+        return decision
+    _plan_teardown(wanted, facts, decision)
+    return decision
+
+
+def _refuse_teardown(wanted: Wanted, array: Array, facts: Facts) -> Iterator[str]:
+    head = f"the array {wanted.name} (UUID {array.uuid})"
+    if "mdadm" not in facts["programs"]:
+        yield "mdadm is not installed"
+    if (array.level, array.metadata) != ("raid0", "1.2"):
+        yield f"{head} is {array.level} with metadata {array.metadata}: this role makes only raid0 with metadata 1.2"
+    if wanted.devices or wanted.match:
+        chosen = {drive.kname for drive in choose(wanted, facts)[0]}
+        for kname in array.present:
+            if kname not in chosen:
+                yield f"{_drive(kname, facts)}: is a member of {head}, but isn't chosen for this host"
+    for kname in array.present:
+        others = [holder for holder in facts["holders"].get(kname, []) if holder != array.kname]
+        if others:
+            yield f"{_drive(kname, facts)}: is also held by {', '.join(others)}"
+    if not array.kname:
+        return
+    number = _number(array.kname, facts)
+    for holder in facts["holders"].get(array.kname, []):
+        yield f"{head} is held by {holder}; take that apart first"
+    if any(swap["device"] == number for swap in facts["swaps"]):
+        yield f"{head} backs swap"
+    for mount in facts["mounts"]:
+        if mount["device"] == number and mount["mount_point"] != wanted.mount_point:
+            yield f"{head} is mounted at {mount['mount_point']}, as process {mount['process']} sees it; unmount it first"
+    if array.filesystem is not None and array.filesystem["type"] not in FILESYSTEMS:
+        yield f"{head} holds {array.filesystem['type']}, which this role didn't make; take that apart first"
+
+
+def _plan_teardown(wanted: Wanted, facts: Facts, decision: Decision) -> None:
+    array, steps = decision.array, decision.steps
+    fstab, conf, record = (facts["files"][name] for name in ("fstab", "mdadm_conf", "array"))
+    recorded = _recorded(record["text"], wanted.name)
+    uuids = {line.uuid for line in conf_arrays(conf["text"]) if line.name == wanted.name and line.uuid}
+    uuids |= {array.uuid} if array else set()
+    uuids |= {recorded["uuid"]} if recorded else set()
+    filesystems = {filesystem_uuid(array_uuid) for array_uuid in uuids}
+    filesystems |= {recorded["filesystem_uuid"]} if recorded else set()
+    filesystems |= {mounted_uuid(array, array.uuid)} if array else set()
+    number = _number(array.kname, facts) if array and array.kname else None
+    if number and any(m["own"] and m["device"] == number for m in facts["mounts"]):
+        steps.append(Step("unmount", f"unmount {wanted.mount_point}"))
+    text = fstab["text"]
+    for fs_uuid in sorted(filesystems):
+        text = without_mount(text, f"UUID={fs_uuid}")
+    if text != fstab["text"]:
+        decision.files["fstab"] = text
+        steps.append(Step("fstab", f"take the mount out of {fstab['path']}"))
+    text = conf["text"]
+    for array_uuid in sorted(uuids):
+        text = without_array(text, array_uuid)
+    if text != conf["text"]:
+        decision.files["mdadm_conf"] = text
+        steps.append(Step("mdadm_conf", f"take the array out of {conf['path']}"))
+        if facts["initramfs_tool"]:
+            steps.append(Step("initramfs", "rebuild the initramfs without it"))
+    if recorded:
+        steps.append(Step("forget", f"remove {record['path']}"))
+    if array is None:
+        return
+    if array.kname and array.filesystem:
+        told = f"{array.filesystem['type']}, UUID {array.filesystem.get('uuid')}"
+        steps.append(Step("wipe", f"wipe the signature of the array's filesystem ({told})"))
+    if array.kname:
+        steps.append(Step("stop", f"stop the array {wanted.name} (UUID {array.uuid})"))
+    if decision.drives:
+        paths = ", ".join(str(drive) for drive in decision.drives)
+        steps.append(Step("zero", f"wipe the md superblocks of {paths}"))
+    if len(array.present) < array.devices:
+        decision.notes.append(
+            f"{array.devices - len(array.present)} of {array.devices} members are not on this host: what they hold, "
+            "their md superblocks too, stays as it is"
+        )
+
+
+def _recorded(text: str, name: str) -> Optional[Dict[str, str]]:
+    """The array of that name as array.json describes it; None where it describes another, or nothing."""
+    try:
+        described = json.loads(text)
+        if described["name"] != name:
+            return None
+        return {key: str(described[key]) for key in ("uuid", "filesystem_uuid")}
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _number(kname: str, facts: Facts) -> Optional[str]:
