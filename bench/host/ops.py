@@ -85,13 +85,27 @@ class Target:
         return f"torch{self.torch}-ds{self.deepspeed}-py{self.python}-{where}-{digest}"
 
 
+@dataclass(frozen=True)
+class Cuda:
+    """What to build against: CUDA_HOME, further folders of libraries, whether nvcc and cuFile are there."""
+
+    home: Path
+    libraries: tuple[Path, ...] = ()
+    compiler: bool = False
+    cufile: bool = False
+
+
 @dataclass
 class OpsState:
-    """What ``bench ops build`` and ``bench ops check`` say. ``built``: whether this call compiled."""
+    """What ``bench ops build`` and ``bench ops check`` say.
+
+    ``built``: whether this call compiled. ``missing``: ops that some rows want and that did not compile.
+    """
 
     key: str
     folder: Path
     ops: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     built: bool = False
     seconds: float = 0.0
     smoke: str = ""
@@ -110,11 +124,16 @@ def cpu_flags(cpuinfo: str) -> str:
     return hashlib.sha256("\n".join(sorted(set(lines))).encode()).hexdigest()[:16]
 
 
-def ops_for(accelerator: str, has_cufile: bool) -> list[str]:
-    """Names of the ops, in the order they are loaded: pin_memory holds symbols that async_io needs."""
+def ops_for(accelerator: str, cuda: Cuda | None) -> tuple[list[str], list[str]]:
+    """(needed ops, wanted ops), in the order they are loaded: pin_memory holds symbols that async_io needs.
+
+    A wanted op that does not compile costs its own rows only.
+    """
     if accelerator != "cuda":
-        return ["pin_memory", "async_io"]
-    return ["pin_memory", "async_io", "utils", *(["gds"] if has_cufile else [])]
+        return ["pin_memory", "async_io"], []
+    wanted = ["gds"] if cuda and cuda.cufile else []
+    wanted += ["fused_adam"] if cuda and cuda.compiler else []
+    return ["pin_memory", "async_io", "utils"], wanted
 
 
 def architecture_list(capabilities: Sequence[str]) -> str:
@@ -133,7 +152,7 @@ def jobs(cpus: int, available_bytes: int) -> int:
 
 
 def build_environment(
-    environment: Mapping[str, str], target: Target, folder: Path, prefix: Path, cuda_home: Path | None
+    environment: Mapping[str, str], target: Target, folder: Path, prefix: Path, cuda: Cuda | None
 ) -> dict[str, str]:
     """The environment that ops are compiled in.
 
@@ -153,8 +172,10 @@ def build_environment(
     ours["PATH"] = f"{prefix / 'bin'}{os.pathsep}{ours.get('PATH', os.defpath)}"
     if target.capabilities:
         ours["TORCH_CUDA_ARCH_LIST"] = architecture_list(target.capabilities)
-    if cuda_home is not None:
-        ours["CUDA_HOME"] = str(cuda_home)
+    if cuda is not None:
+        ours["CUDA_HOME"] = str(cuda.home)
+        inherited = [ours["LIBRARY_PATH"]] if ours.get("LIBRARY_PATH") else []
+        ours["LIBRARY_PATH"] = os.pathsep.join([*map(str, cuda.libraries), *inherited])
     return ours
 
 
@@ -249,26 +270,27 @@ def available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def find_cuda_home(target: Target, folder: Path) -> tuple[Path | None, bool]:
-    """(CUDA_HOME to build with, whether cuFile can be linked), or (None, False) on the CPU.
+def find_cuda(target: Target, folder: Path) -> Cuda | None:
+    """What to build with on a host with GPUs; None on the CPU.
 
     A toolkit of torch's own CUDA major version is used as it is. Without one, a tree of links is made
-    from the CUDA packages that torch itself depends on, below ``folder``: the ops are plain C++ and
-    need headers and libraries, not nvcc.
+    below ``folder`` from the CUDA packages that torch itself depends on: all ops but fused_adam are plain
+    C++ and need headers and libraries, not nvcc. Raises OpsError where there is neither.
     """
     if target.accelerator != "cuda":
-        return None, False
+        return None
+    driver = folder / "driver"
+    driver.mkdir(parents=True, exist_ok=True)
+    for place in (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *LIBRARY_FOLDERS):
+        if place and (library := Path(place) / "libcuda.so.1").exists():
+            _link(driver / "libcuda.so", library)
     major = target.cuda.partition(".")[0]
-    named = [
-        os.environ.get("CUDA_HOME"),
-        os.environ.get("CUDA_PATH"),
-        f"/usr/local/cuda-{target.cuda}",
-        "/usr/local/cuda",
-    ]
-    for home in (Path(name) for name in named if name):
-        if (home / "include" / "cuda_runtime.h").exists() and _toolkit_major(home) == major:
-            return home, bool(list(home.glob("lib64/libcufile.so*")))
-    return _cuda_home_of_packages(target, folder)
+    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), f"/usr/local/cuda-{target.cuda}"]
+    for home in (Path(name) for name in [*named, "/usr/local/cuda"] if name):
+        if _toolkit_major(home) == major:
+            cufile = (home / "include" / "cufile.h").exists() and (home / "lib64" / "libcufile.so").exists()
+            return Cuda(home, (driver, home / "lib64" / "stubs"), (home / "bin" / "nvcc").exists(), cufile)
+    return _cuda_of_packages(target, folder / "cuda", driver)
 
 
 def _toolkit_major(home: Path) -> str:
@@ -276,22 +298,20 @@ def _toolkit_major(home: Path) -> str:
     return str(int(match.group(1)) // 1000) if match else ""
 
 
-def _cuda_home_of_packages(target: Target, folder: Path) -> tuple[Path | None, bool]:
-    home = folder / "cuda"
-    packages = [Path(path) for path in _nvidia_packages()]
-    if not any((package / "include" / "cuda_runtime.h").exists() for package in packages):
-        return None, False
+def _cuda_of_packages(target: Target, home: Path, driver: Path) -> Cuda:
     for name in ("include", "lib64", "bin"):
         (home / name).mkdir(parents=True, exist_ok=True)
-    for package in packages:
+    for package in map(Path, _nvidia_packages()):
         for header in sorted((package / "include").glob("*")):
             _link(home / "include" / header.name, header)
         for library in sorted((package / "lib").glob("lib*.so*")):
             _link(home / "lib64" / library.name, library)
             _link(home / "lib64" / (library.name.partition(".so")[0] + ".so"), library)
-    for place in (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *LIBRARY_FOLDERS):
-        if place and (library := Path(place) / "libcuda.so.1").exists():
-            _link(home / "lib64" / "libcuda.so", library)
+    if not (home / "include" / "cuda_runtime.h").exists():
+        raise OpsError(
+            f"torch is built for CUDA {target.cuda}, and neither a CUDA {target.cuda} toolkit nor torch's own CUDA "
+            "packages are here: install the toolkit and set CUDA_HOME to it"
+        )
     # DeepSpeed asks nvcc for its version, and nothing else for these ops.
     answer = home / "bin" / "nvcc"
     answer.write_text(
@@ -299,7 +319,8 @@ def _cuda_home_of_packages(target: Target, folder: Path) -> tuple[Path | None, b
         'echo "no CUDA toolkit on this host: only ops without device code can be built" >&2\nexit 1\n'
     )
     answer.chmod(0o755)
-    return home, (home / "lib64" / "libcufile.so").exists() and (home / "include" / "cufile.h").exists()
+    cufile = (home / "include" / "cufile.h").exists() and (home / "lib64" / "libcufile.so").exists()
+    return Cuda(home, (driver,), cufile=cufile)
 
 
 def _nvidia_packages() -> Iterator[str]:
@@ -347,11 +368,10 @@ def check(root: Path) -> OpsState:
     started = time.perf_counter()
     target = this_target()
     folder = ops_root(root) / target.key
-    manifest = read_manifest(folder)
-    if manifest is None:
+    if read_manifest(folder) is None:
         raise OpsMissingError(_missing(folder))
     smoke = try_out(folder, root)
-    return OpsState(target.key, folder, list(manifest["ops"]), False, time.perf_counter() - started, smoke)
+    return _state(target, folder, False, started, smoke)
 
 
 def _missing(folder: Path) -> str:
@@ -393,8 +413,13 @@ def build(root: Path, timeout_seconds: float | None = None) -> OpsState:
         else:
             built = False
     smoke = try_out(folder, root)
+    return _state(target, folder, built, started, smoke)
+
+
+def _state(target: Target, folder: Path, built: bool, started: float, smoke: str) -> OpsState:
     manifest = read_manifest(folder) or {"ops": {}}
-    return OpsState(target.key, folder, list(manifest["ops"]), built, time.perf_counter() - started, smoke)
+    seconds = time.perf_counter() - started
+    return OpsState(target.key, folder, list(manifest["ops"]), manifest.get("missing", []), built, seconds, smoke)
 
 
 def _built_at(folder: Path) -> str:
@@ -426,31 +451,27 @@ def _compile(target: Target, folder: Path, deadline: float) -> None:
         shutil.rmtree(old, ignore_errors=True)
     stage = folder.parent / f".{target.key}.building-{secrets.token_hex(4)}"
     stage.mkdir()
-    cuda_home, has_cufile = find_cuda_home(target, folder.parent / f".{target.key}.toolkit")
-    ops = ops_for(target.accelerator, has_cufile)
-    environment = build_environment(os.environ, target, stage, Path(sys.prefix), cuda_home)
-    environment.setdefault("MAX_JOBS", str(jobs(os.cpu_count() or 1, available_bytes())))
     log = stage / BUILD_LOG
     try:
-        code = _run_logged([sys.executable, "-m", "bench.host.ops", "compile", *ops], environment, log, deadline)
-        text = _read(log)
-        if code is None:
-            raise OpsError(
-                f"compiling the ops took longer than the time limit; the log so far:\n{compiler_words(text)}"
-            )
-        if code != 0:
-            kept = folder.parent / f"{target.key}.failed.log"
-            shutil.copyfile(log, kept)
-            raise OpsError(
-                f"compiling {', '.join(ops)} failed (log: {kept}). The compiler's words:\n"
-                f"{compiler_words(text)}\nWhat to do: {advice(text)}"
-            )
-        for op in ops:
+        cuda = find_cuda(target, folder.parent / f".{target.key}.toolkit")
+        needed, wanted = ops_for(target.accelerator, cuda)
+        environment = build_environment(os.environ, target, stage, Path(sys.prefix), cuda)
+        environment.setdefault("MAX_JOBS", str(jobs(os.cpu_count() or 1, available_bytes())))
+        _compile_ops(needed, environment, log, deadline)
+        missing = []
+        for op in wanted:
+            try:
+                _compile_ops([op], environment, log, deadline)
+            except OpsError:
+                missing.append(op)
+        built = [op for op in (*needed, *wanted) if op not in missing]
+        for op in built:
             _refuse_without_asserts(op_file(stage, op))
         manifest = {
             "build": secrets.token_hex(8),
             "target": asdict(target),
-            "ops": {op: op_file(stage, op).stat().st_size for op in ops},
+            "ops": {op: op_file(stage, op).stat().st_size for op in built},
+            "missing": missing,
         }
         (stage / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         if folder.exists():
@@ -458,6 +479,21 @@ def _compile(target: Target, folder: Path, deadline: float) -> None:
         stage.rename(folder)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def _compile_ops(ops: Sequence[str], environment: Mapping[str, str], log: Path, deadline: float) -> None:
+    """Compile in a process of their own; raises OpsError with the compiler's words and keeps the log."""
+    code = _run_logged([sys.executable, "-m", "bench.host.ops", "compile", *ops], environment, log, deadline)
+    if code == 0 and all(op_file(log.parent, op).exists() for op in ops):
+        return
+    text = _read(log)
+    kept = log.parent.parent / f"failed-{ops[-1]}.log"
+    shutil.copyfile(log, kept)
+    ended = "took longer than the time limit" if code is None else "failed"
+    raise OpsError(
+        f"compiling {', '.join(ops)} {ended} (log: {kept}). The compiler's words:\n{compiler_words(text)}\n"
+        f"What to do: {advice(text)}"
+    )
 
 
 def _refuse_without_asserts(path: Path) -> None:
@@ -471,7 +507,7 @@ def _refuse_without_asserts(path: Path) -> None:
 
 def _run_logged(command: Sequence[str], environment: Mapping[str, str], log: Path, deadline: float) -> int | None:
     """Run with all output in ``log``; the exit code, or None when the deadline passed and all was killed."""
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -630,6 +666,7 @@ def _compile_here(ops: Sequence[str]) -> None:
         "async_io": "AsyncIOBuilder",
         "utils": "UtilsBuilder",
         "gds": "GDSBuilder",
+        "fused_adam": "FusedAdamBuilder",
     }
     for op in ops:
         builder = get_accelerator().create_op_builder(builders[op])

@@ -15,6 +15,7 @@ import pytest
 from bench.host import ops
 
 CPU = ops.Target("2.6.0", "0.19.8", "3.11", "x86_64", "glibc-2.36", "f1")
+CUDA = ops.Cuda(Path("/cuda"), (Path("/driver"), Path("/cuda/lib64/stubs")), compiler=True, cufile=True)
 GPU = replace(CPU, accelerator="cuda", cuda="12.4", capabilities=("9.0",))
 
 
@@ -65,7 +66,7 @@ def test_the_architecture_list_is_of_the_gpus_present_and_in_plain_numbers(
 
 
 def environment(**inherited: str) -> dict[str, str]:
-    return ops.build_environment(inherited, GPU, Path("/stage"), Path("/venv"), Path("/cuda"))
+    return ops.build_environment(inherited, GPU, Path("/stage"), Path("/venv"), CUDA)
 
 
 def test_an_architecture_list_of_the_user_does_not_reach_the_builder() -> None:
@@ -141,10 +142,63 @@ def test_a_failed_build_says_what_to_do(log: str, advice: str) -> None:
     assert advice in ops.advice(log)
 
 
-def test_ops_of_a_gpu_host_come_after_what_they_need() -> None:
-    assert ops.ops_for("cpu", True) == ["pin_memory", "async_io"]
-    assert ops.ops_for("cuda", True) == ["pin_memory", "async_io", "utils", "gds"]
-    assert "gds" not in ops.ops_for("cuda", False)
+def test_what_a_host_needs_and_what_only_some_rows_want() -> None:
+    assert ops.ops_for("cpu", None) == (["pin_memory", "async_io"], [])
+    needed = ["pin_memory", "async_io", "utils"]
+    assert ops.ops_for("cuda", CUDA) == (needed, ["gds", "fused_adam"])
+    assert ops.ops_for("cuda", replace(CUDA, compiler=False)) == (needed, ["gds"])
+    assert ops.ops_for("cuda", replace(CUDA, cufile=False)) == (needed, ["fused_adam"])
+
+
+def test_the_drivers_library_is_found_where_the_linker_does_not_look() -> None:
+    assert environment(LIBRARY_PATH="/mine")["LIBRARY_PATH"] == "/driver:/cuda/lib64/stubs:/mine"
+
+
+def toolkit(home: Path, version: int) -> Path:
+    (home / "include").mkdir(parents=True)
+    (home / "include" / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+    return home
+
+
+def test_a_toolkit_of_torchs_own_major_version_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda-13.0", 13000)))
+    monkeypatch.setenv("CUDA_PATH", str(toolkit(tmp_path / "cuda-12.6", 12060)))
+    found = ops.find_cuda(GPU, tmp_path / "ours")
+    assert found is not None
+    assert found.home == tmp_path / "cuda-12.6"
+
+
+def test_without_a_toolkit_torchs_own_packages_are_linked_into_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, header, library in (
+        ("cuda_runtime", "cuda_runtime.h", "libcudart.so.12"),
+        ("cufile", "cufile.h", "libcufile.so.0"),
+    ):
+        (tmp_path / package / "include").mkdir(parents=True)
+        (tmp_path / package / "include" / header).touch()
+        (tmp_path / package / "lib").mkdir()
+        (tmp_path / package / "lib" / library).touch()
+    monkeypatch.setattr(ops, "_nvidia_packages", lambda: [str(tmp_path / "cuda_runtime"), str(tmp_path / "cufile")])
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    odd = replace(GPU, cuda="11.8")
+    found = ops.find_cuda(odd, tmp_path / "ours")
+    assert found is not None
+    assert (found.home / "include" / "cuda_runtime.h").exists()
+    assert (found.home / "lib64" / "libcudart.so").exists()
+    assert (found.compiler, found.cufile) == (False, True)
+    version = subprocess.run([found.home / "bin" / "nvcc", "-V"], capture_output=True, text=True, check=True).stdout
+    assert "release 11.8" in version
+
+
+def test_a_gpu_without_toolkit_or_packages_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_nvidia_packages", lambda: [])
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(ops.OpsError, match=r"CUDA 11\.8 toolkit"):
+        ops.find_cuda(replace(GPU, cuda="11.8"), tmp_path)
 
 
 def test_half_a_build_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
