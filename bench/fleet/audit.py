@@ -87,15 +87,19 @@ def start(controller: Controller, order: Order, store: RunStore, targets: Target
     Returns whether it runs anywhere. Raises NothingStartedError when there is nothing to report either:
     all hosts are busy with another run, or Ansible reached none at all.
     """
+    # Linked first: when this process is killed while hosts are being started, `make watch` still finds the run.
+    before = store.latest()
+    store.link_latest()
     status = run_playbook(controller, order, store, targets)
     starts = store.starts()
-    if any(start.event == "started" for start in starts.values()):
-        store.link_latest()
+    if any(start.may_run for start in starts.values()):
         return True
     busy = [f"{host}: {plain(start.message)}" for host, start in sorted(starts.items()) if start.busy]
     if busy:
         # It would stand in the way of attaching to the run that is going on.
         shutil.rmtree(store.folder)
+        if before is not None:
+            before.link_latest()
         raise NothingStartedError("nothing was started. " + "\n".join(busy[:5]))
     if not starts:
         raise NothingStartedError(

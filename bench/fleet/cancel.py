@@ -48,17 +48,22 @@ def _cancel_host(remote: Remote, start: Start, run_id: str) -> tuple[bool, str]:
         return True, "there is no run on this host any more"
     status = parse_status(raw, layout.STATUS_FILE)
     if is_alive(remote, status.pid, run_id) is not True:
+        _remove_half_files(remote, start)
         return True, f"it had ended before ({status.state})"
     for signal, seconds in (("TERM", GRACE_SECONDS), ("KILL", 5.0)):
-        # The process is the leader of its own session; its children get their signal from it, or all of them by KILL.
-        whom = str(status.pid) if signal == "TERM" else f"-{status.pid}"
-        remote.run(["kill", "-s", signal, "--", whom])
+        remote.run(["kill", "-s", signal, "--", str(status.pid)])
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if is_alive(remote, status.pid, run_id) is not True:
-                return (
-                    True,
-                    "stopped" if signal == "TERM" else "killed: it did not stop by itself; half files may be left",
-                )
+                _remove_half_files(remote, start)
+                return True, "stopped" if signal == "TERM" else "killed: it did not stop by itself"
             time.sleep(0.2)
-    return False, f"NOT stopped: pid {status.pid} does not end"
+    return False, f"NOT stopped: pid {status.pid} does not end, which points at a drive that does not answer"
+
+
+def _remove_half_files(remote: Remote, start: Start) -> None:
+    """Remove the run's own folder of checkpoints, which a run that could clean up has removed already."""
+    if start.work_folder:
+        code, words = remote.run(["rm", "-rf", "--", start.work_folder])
+        if code:
+            raise RemoteError(f"the run has ended, but its files could not be removed: {words.strip()}")

@@ -84,7 +84,7 @@ def not_started(host: str, start: Start | None) -> NoReport | None:
         return NoReport(host, "it was never started: the controller stopped before its turn; `make run RETRY=last`")
     if start.event == "unreachable":
         return NoReport(host, plain(start.message or "Ansible could not log in"), unreachable=True)
-    if start.event == "failed" or start.run_folder is None:
+    if not start.may_run:
         return NoReport(host, plain(start.message or "the start failed"))
     return None
 

@@ -50,13 +50,22 @@ class Targets(results.Model):
 
 
 class Start(results.Model):
-    """What Ansible saw of one host while it started the benchmark there."""
+    """What Ansible saw of one host while it started the benchmark there.
 
-    event: Literal["started", "failed", "unreachable"]
+    ``starting`` is left when the controller died before it heard how the start ended.
+    """
+
+    event: Literal["starting", "started", "failed", "unreachable"]
     message: str | None = None
     run_folder: str | None = None
+    work_folder: str | None = None
     pid: int | None = None
     busy: bool = False
+
+    @property
+    def may_run(self) -> bool:
+        """Whether the benchmark may run on the host, so that it is worth asking."""
+        return self.event in ("starting", "started") and self.run_folder is not None
 
 
 class RunStore:
@@ -134,6 +143,11 @@ class RunStore:
             return {}
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(f"{self.folder / MISSING_FILE} is damaged; `make collect` writes it anew") from error
+
+    def latest(self) -> RunStore | None:
+        """The run that ``results/latest`` points at now, if any."""
+        link = self.results_folder / layout.LATEST_LINK
+        return RunStore(self.results_folder, link.resolve().name) if link.is_dir() else None
 
     def link_latest(self) -> None:
         """Point ``results/latest`` at this run, atomically."""

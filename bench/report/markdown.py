@@ -18,7 +18,7 @@ TITLES = (
     "tag",
     "size",
     "durable",
-    "x torch_save",
+    "vs torch_save",
     "of ceiling",
     "spread",
     "verified",
@@ -63,9 +63,7 @@ def host_section(outcome: HostOutcome, report: HostReport) -> Iterator[str]:
     table = rows(report)
     for row in table:
         yield "| " + " | ".join(escape(cell) for cell in _cells(row)) + " |"
-    remarks = [
-        f"- {escape(row.workload)} {escape(row.writer)}: {escape(row.remark)}" for row in table if row.remark
-    ]
+    remarks = [f"- {escape(row.workload)} {escape(row.writer)}: {escape(row.remark)}" for row in table if row.remark]
     if remarks:
         yield ""
         yield from remarks
@@ -75,9 +73,7 @@ def host_section(outcome: HostOutcome, report: HostReport) -> Iterator[str]:
 
 def escape(text: str) -> str:
     """Somebody else's text as text: neither Markdown nor HTML of theirs takes effect."""
-    return (
-        re.sub(r"([\\`*_{}\[\]<>#|!&~$])", r"\\\1", plain(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")
-    )
+    return re.sub(r"([\\`*_{}\[\]<>#|!&~$])", r"\\\1", plain(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ FULL_TABLES = 4
 # Lines about hosts that did not pass, before the rest is only counted.
 MAX_LINES = 50
 VERDICT_ORDER = ("FAILED", "UNREACHABLE", "SLOW", "SKIPPED", "PASS")
-NARROW = 100
 
 
 @dataclass(frozen=True)
@@ -36,42 +35,54 @@ class Row:
     remark: str | None = None
 
 
+Column = tuple[str, Callable[[Row], str]]
+_NAMES: tuple[Column, ...] = (("workload", lambda row: row.workload), ("writer", lambda row: row.writer))
+_SIZE: Column = ("size", lambda row: row.size)
+_RATE: Column = ("durable", lambda row: row.rate)
+_VERIFIED: Column = ("verified", lambda row: row.verified)
+_RESUMES: Column = ("resumes", lambda row: row.resumes)
+_STATUS: Column = ("status", lambda row: row.status)
+# From the richest to the narrowest.
+FORMS: tuple[tuple[Column, ...], ...] = (
+    (
+        *_NAMES, _SIZE, _RATE, ("vs torch_save", lambda row: row.ratio), ("of ceiling", lambda row: row.share),
+        ("spread", lambda row: row.spread), _VERIFIED, _RESUMES, _STATUS,
+    ),
+    (
+        *_NAMES, _SIZE, _RATE, ("vs", lambda row: row.ratio), ("ceiling", lambda row: row.share),
+        ("spread", lambda row: row.spread), _VERIFIED, _RESUMES, _STATUS,
+    ),
+    (*_NAMES, _RATE, ("vs", lambda row: row.ratio), _VERIFIED, _STATUS),
+    (*_NAMES, _RATE),
+)  # fmt: skip
+
+
 def rows(report: HostReport) -> list[Row]:
     """A host's table; torch_save of the same workload and size is what the others are compared with."""
-    base = {
-        _group(case): case.durable_bytes_per_second for case in report.cases if case.writer == "torch_save"
-    }
+    base = {_group(case): case.durable_bytes_per_second for case in report.cases if case.writer == "torch_save"}
     return [_row(case, base.get(_group(case))) for case in report.cases]
 
 
 def host_lines(report: HostReport, width: int) -> list[str]:
-    """The table of one host, at most ``width`` characters a line where the words allow it."""
+    """The table of one host: the richest form whose lines have at most ``width`` characters."""
     table = rows(report)
-    wide = width >= NARROW
-    columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("workload", lambda row: row.workload),
-        ("writer", lambda row: row.writer),
-        ("size", lambda row: row.size),
-        ("durable", lambda row: row.rate),
-        ("x torch_save" if wide else "x", lambda row: row.ratio),
-    ]
-    if wide:
-        columns += [("of ceiling", lambda row: row.share), ("spread", lambda row: row.spread)]
-    columns += [("verified", lambda row: row.verified)]
-    if wide:
-        columns += [("resumes", lambda row: row.resumes)]
-    columns += [("status", lambda row: row.status)]
+    forms = [_form(table, columns) for columns in FORMS]
+    chosen = next((form for form in forms if max(map(len, form)) <= width), forms[-1])
+    lines = [*header_lines(report), chosen[0]]
+    for row, line in zip(table, chosen[1:], strict=True):
+        lines.append(line if row.note is None else f"{line}  {row.status}: {row.note}")
+        if row.remark:
+            lines.append(f"    {row.remark}")
+    return lines
+
+
+def _form(table: Sequence[Row], columns: Sequence[Column]) -> list[str]:
+    """Title line and one line a row; of a row without figures only its name, the note comes behind."""
     widths = [max(len(title), *(len(cell(row)) for row in table), 1) for title, cell in columns]
-    lines = [*header_lines(report), "  " + _join([title for title, _ in columns], widths)]
+    lines = [_join([title for title, _ in columns], widths)]
     for row in table:
-        if row.note is None:
-            lines.append("  " + _join([cell(row) for _, cell in columns], widths))
-            if row.remark:
-                lines.append(f"      {row.remark}")
-        else:
-            lines.append(
-                "  " + _join([row.workload, row.writer, row.size], widths[:3]) + f"  {row.status}: {row.note}"
-            )
+        cells = [cell(row) for _, cell in columns]
+        lines.append(_join(cells, widths) if row.note is None else _join(cells[:2], widths[:2]))
     return lines
 
 
@@ -82,9 +93,7 @@ def header_lines(report: HostReport) -> list[str]:
     words = [plain(report.host, 60), _drives(report), plain(facts.filesystem.type, 20)]
     if facts.gpus:
         words.append(f"{len(facts.gpus)} x {plain(facts.gpus[0].name, 40)}")
-    words.append(
-        f"torch {plain(software.get('torch') or report.patch.torch_version, 30)} {report.patch.state}"
-    )
+    words.append(f"torch {plain(software.get('torch') or report.patch.torch_version, 30)} {report.patch.state}")
     if software.get("deepspeed"):
         words.append(f"DeepSpeed {plain(software['deepspeed'], 30)}")
     if report.ceiling and report.ceiling.write_bytes_per_second:
@@ -125,19 +134,13 @@ def fleet_lines(
     ordered = worst_first(fleet.hosts)
     lines: list[str] = []
     detailed = (
-        ordered
-        if len(ordered) <= FULL_TABLES
-        else [one for one in ordered if one.verdict != "PASS"][:FULL_TABLES]
+        ordered if len(ordered) <= FULL_TABLES else [one for one in ordered if one.verdict != "PASS"][:FULL_TABLES]
     )
     for outcome in detailed:
         report = report_of(outcome)
         if report is not None:
             lines += [*host_lines(report, width), ""]
-    telling = (
-        ordered
-        if len(ordered) <= MAX_LINES
-        else [one for one in ordered if one.verdict != "PASS"][:MAX_LINES]
-    )
+    telling = ordered if len(ordered) <= MAX_LINES else [one for one in ordered if one.verdict != "PASS"][:MAX_LINES]
     names = max((len(plain(one.name, 60)) for one in telling), default=4)
     for outcome in telling:
         lines.append(
@@ -185,7 +188,7 @@ def _row(case: CaseResult, base: float | None) -> Row:
     return _with(
         row,
         rate=gib_per_second(rate) if rate else "-",
-        ratio=f"{rate / base:.1f}" if rate and base else "-",
+        ratio=f"{rate / base:.1f} x" if rate and base else "-",
         share=f"{case.ceiling_share:.0%}" if case.ceiling_share is not None else "-",
         spread=(f"{case.spread:.0%}" if case.spread is not None else "-") + ("!" if case.unstable else ""),
         verified=_yes(case.verified),

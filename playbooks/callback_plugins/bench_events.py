@@ -31,16 +31,18 @@ class CallbackModule(CallbackBase):
         self._path = os.environ.get("BENCH_EVENTS", "")
 
     def v2_runner_on_ok(self, result: Any) -> None:
-        """A host on which the benchmark runs now."""
-        if result.task.action == "bench_start" and not result.result.get("skipped"):
-            self._add(result, "started", {key: result.result.get(key) for key in ("run_folder", "pid")})
+        """Where the benchmark will be on a host, and then that it runs there."""
+        announced = result.result.get("ansible_facts", {}).get("__bench_run_places")
+        if announced:
+            self._add(result, "starting", announced)
+        elif result.task.action == "bench_start":
+            places = {key: result.result.get(key) for key in ("run_folder", "work_folder", "pid")}
+            self._add(result, "started", places)
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         """A host on which some step failed."""
         if not ignore_errors:
-            self._add(
-                result, "failed", {"message": self._message(result), "busy": bool(result.result.get("busy"))}
-            )
+            self._add(result, "failed", {"message": self._message(result), "busy": bool(result.result.get("busy"))})
 
     def v2_runner_on_unreachable(self, result: Any) -> None:
         """A host that Ansible could not log in to."""

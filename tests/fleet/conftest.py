@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -76,11 +77,18 @@ class Fleet:
         return done
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """Start on the controller and go on."""
+        """Start on the controller and go on; :meth:`output` waits for it."""
+        self._started = (self.folder / "started.log").open("w+")
         return subprocess.Popen(
-            self.controller.words("env", "-C", str(CHECKOUT), *command), env=self.environment(), text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            self.controller.words("env", "-C", str(CHECKOUT), *command), env=self.environment(), text=True,
+            start_new_session=True, stdin=subprocess.DEVNULL, stdout=self._started, stderr=subprocess.STDOUT,
         )  # fmt: skip
+
+    def output(self, process: subprocess.Popen[str], timeout: float) -> str:
+        """Wait for what was started last; all that it printed."""
+        process.wait(timeout)
+        self._started.seek(0)
+        return self._started.read()
 
     def bench(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command of bench on the controller."""
@@ -179,7 +187,9 @@ def provisioned(fleet):
 
 @pytest.fixture(autouse=True)
 def hosts_up(fleet):
-    """Every test begins with all hosts up, plugged in, and known."""
+    """Every test begins with all hosts up, plugged in, and known; Ansible's connections of before are closed."""
+    for pid in fleet.controller.processes("[mux]"):
+        os.kill(pid, signal.SIGKILL)
     for host in fleet.hosts.values():
         host.plug()
         if host.space.processes("/usr/sbin/sshd") == []:

@@ -55,6 +55,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 run_folder: {type: str, returned: always, description: Where status.json and report.json of the run are.}
+work_folder: {type: str, returned: always, description: Where the run puts its checkpoints; it removes it at its end.}
 pid: {type: int, returned: when started, description: The process of the benchmark.}
 command: {type: list, returned: always, description: What is or would be started.}
 busy: {type: bool, returned: always, description: Another run holds this host.}
@@ -237,8 +238,10 @@ def main():
     run_folder = os.path.join(params["root"], "runs", params["run_id"])
     status_file = os.path.join(run_folder, "status.json")
     plan_file = os.path.join(run_folder, "plan.yml")
+    # As bench.host.run names it.
+    work_folder = os.path.join(params["folder"], "fastpersist-bench-" + params["run_id"])
     command = bench_command(params, plan_file)
-    result = {"changed": False, "run_folder": run_folder, "command": command, "busy": False}
+    result = {"changed": False, "run_folder": run_folder, "command": command, "busy": False, "work_folder": work_folder}
 
     status = read_json(status_file)
     if status:
