@@ -20,7 +20,7 @@ DTYPES = [
 
 
 @pytest.fixture(scope="module")
-def handle():
+def handle(ready_ops: None):
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().load(verbose=False).aio_handle(1024**2, 8, False, False, 2)
@@ -71,14 +71,16 @@ def test_locked_buffer_is_page_locked(handle) -> None:
     assert handle.free_cpu_locked_tensor(buffer)
 
 
-def test_too_small_a_memlock_limit_is_told_and_does_not_abort() -> None:
+def test_too_small_a_memlock_limit_is_told_and_does_not_abort(ready_ops: None) -> None:
     program = (
-        "import ctypes, resource\n"
-        "from bench.host import deepspeed_cpu as d\n"
+        "import os, resource\n"
+        "from bench import layout\n"
+        "from bench.host import deepspeed_cpu as d, ops\n"
+        "ops.activate(layout.default_runtime_root())\n"
         "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
         "handle = AsyncIOBuilder().load(verbose=False).aio_handle(1 << 20, 8, False, False, 1)\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
-        "import os; os.setuid(65534) if os.getuid() == 0 else None\n"
+        "os.setuid(65534) if os.getuid() == 0 else None\n"
         "try:\n    d.locked_buffer(handle, 1 << 20)\n"
         "except d.IoBufferError as error:\n    print('TOLD', error)\n"
     )
