@@ -10,6 +10,7 @@ import os
 import pwd
 import resource
 import subprocess
+import tempfile
 import time
 from datetime import datetime, timezone
 
@@ -37,6 +38,10 @@ options:
     description:
       - Who the benchmark runs as; the user this module runs as when left out.
       - As root this module lifts the limit on locked memory first, which pinned buffers need, then becomes this user.
+  dry_run:
+    type: bool
+    default: false
+    description: Only return, in C(lines), what the benchmark would measure and write; nothing is started.
   wait_seconds: {type: int, default: 60, description: How long the first status may take.}
 author: [fastpersist-bench]
 """
@@ -58,6 +63,7 @@ run_folder: {type: str, returned: always, description: Where status.json and rep
 work_folder: {type: str, returned: always, description: Where the run puts its checkpoints; it removes it at its end.}
 pid: {type: int, returned: when started, description: The process of the benchmark.}
 command: {type: list, returned: always, description: What is or would be started.}
+lines: {type: list, returned: with dry_run, description: What the benchmark would do, in its own words.}
 busy: {type: bool, returned: always, description: Another run holds this host.}
 """
 
@@ -76,10 +82,7 @@ def bench_command(params, plan_file):
 
 def bench_environment(params, account):
     """The variables the benchmark needs, whoever starts it. ``account`` is a pwd entry."""
-    path = (
-        os.path.join(params["root"], "venv", "bin")
-        + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    )
+    path = os.path.join(params["root"], "venv", "bin") + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     environment = {
         "BENCH_RUNTIME_ROOT": params["root"],
         "HOME": account.pw_dir,
@@ -219,6 +222,23 @@ def wait_for_status(status_file, process, seconds):
     return None
 
 
+def dry_run(params):
+    """(exit status, output) of the benchmark's own dry run; leaves nothing behind."""
+    folder = params["folder"]
+    while not os.path.isdir(folder):  # made by the real run; its space is that of the parent
+        folder = os.path.dirname(folder)
+    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as plan:
+        plan.write(params["plan"])
+        plan.flush()
+        command = bench_command(dict(params, folder=folder), plan.name)
+        environment = bench_environment(params, pwd.getpwuid(os.geteuid()))
+        done = subprocess.run(
+            [*command, "--dry-run"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment, check=False,
+        )  # fmt: skip
+    return done.returncode, done.stdout.decode("utf-8", "replace")
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -230,6 +250,7 @@ def main():
             "ops_cache": {"type": "path"},
             "arguments": {"type": "list", "elements": "str", "default": []},
             "user": {"type": "str"},
+            "dry_run": {"type": "bool", "default": False},
             "wait_seconds": {"type": "int", "default": 60},
         },
         supports_check_mode=True,
@@ -252,6 +273,11 @@ def main():
             % (command[0], params["host"]),
             **result,
         )
+    if params["dry_run"]:
+        code, output = dry_run(params)
+        if code:
+            module.fail_json(msg=output.strip() or "bench ended with %d" % code, **result)
+        module.exit_json(lines=output.splitlines(), **result)
     owner = lock_holder(os.path.join(params["root"], "run.lock"))
     if owner is not None:
         result["busy"] = True
@@ -278,9 +304,7 @@ def main():
     process = None
     if as_root and os.path.isdir("/run/systemd/system") and module.get_bin_path("systemd-run"):
         unit = UNIT_PREFIX + params["run_id"]
-        rc, out, err = module.run_command(
-            detached_command(command, environment, unit, account.pw_name, console)
-        )
+        rc, out, err = module.run_command(detached_command(command, environment, unit, account.pw_name, console))
         if rc != 0:
             module.fail_json(msg="systemd-run failed: %s" % (err or out).strip(), **result)
     else:
