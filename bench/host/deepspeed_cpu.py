@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 HANDLE_SECTOR_BYTES = 512
-
-_logical_block_bytes = HANDLE_SECTOR_BYTES
+# Our attribute on DeepSpeed's writer factory: the block size its handles are to be aligned to.
+_BLOCK_BYTES = "_bench_logical_block_bytes"
 
 
 class IoBufferError(ValueError):
@@ -63,25 +63,19 @@ def install(logical_block_bytes: int = HANDLE_SECTOR_BYTES) -> None:
     ``logical_block_bytes`` is that of the device below the target folder, for the writers that
     DeepSpeed's engine makes. Calling it again only changes that number.
     """
-    global _logical_block_bytes
     from deepspeed.io import fast_file_writer
     from deepspeed.runtime.model_checkpointing import writer_factory
 
-    _logical_block_bytes = logical_block_bytes
     fast_file_writer.UtilsBuilder = _OwningCast
     # By its full name: the package's attribute "torch" is torch itself.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = _nothing_to_share  # type: ignore[attr-defined]
     factory = writer_factory.CheckpointWriterFactory
-    if getattr(factory, "_bench_installed", False):
+    installed = hasattr(factory, _BLOCK_BYTES)
+    setattr(factory, _BLOCK_BYTES, logical_block_bytes)
+    if installed:
         return
     factory._setup_for_aio = _with_alignment(factory._setup_for_aio if _has_cuda() else _setup_without_accelerator)
     factory._setup_for_gds = _with_alignment(factory._setup_for_gds)
-    factory._bench_installed = True
-
-
-def current_logical_block_bytes() -> int:
-    """The block size that :func:`install` was called with last."""
-    return _logical_block_bytes
 
 
 def use_accelerator(gpu: bool) -> None:
@@ -174,7 +168,7 @@ def _nothing_to_share() -> None:
 def _with_alignment(setup: Any) -> Any:
     def aligned(self: Any, aio_config: dict[str, Any]) -> None:
         setup(self, aio_config)
-        self._dnvme_handle = AlignedHandle(self._dnvme_handle, _logical_block_bytes)
+        self._dnvme_handle = AlignedHandle(self._dnvme_handle, getattr(self, _BLOCK_BYTES))
         check_buffer(self._io_buffer_size, self._dnvme_handle, self._io_buffer_double)
 
     return aligned

@@ -118,9 +118,7 @@ def make_optimizer(model: torch.nn.Module, fused: bool, seed: int) -> torch.opti
     return optimizer
 
 
-def fill_optimizer_(
-    optimizer: torch.optim.Optimizer, seed: int, parameters: list[torch.Tensor] | None = None
-) -> None:
+def fill_optimizer_(optimizer: torch.optim.Optimizer, seed: int, parameters: list[torch.Tensor] | None = None) -> None:
     """Give an Adam-like optimizer random moments, making those that no step has made yet.
 
     ``parameters``: what the state is for, where the optimizer's groups do not hold them (ZeRO 3).

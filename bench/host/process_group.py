@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # RANK and friends are read by torch and DeepSpeed, CROSS_* by DeepSpeed's checkpoint writers.
 _ENVIRONMENT = {
@@ -77,7 +78,7 @@ def _destroy() -> None:
     """End the group, through DeepSpeed where it uses it: it keeps handles on groups beyond their end."""
     import torch.distributed as dist
 
-    comm = sys.modules.get("deepspeed.comm.comm")
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
     if comm is not None and comm.cdb is not None:
         comm.destroy_process_group()
         comm.cdb = None

@@ -94,7 +94,7 @@ def test_too_small_a_memlock_limit_is_told_and_does_not_abort(ready_ops: None) -
 @pytest.mark.parametrize(("nbytes", "double"), [(0, False), (-8, True), (1000, False), (8192 + 1024, True)])
 def test_a_buffer_that_does_not_divide_is_refused_with_the_right_size(handle, nbytes: int, double: bool) -> None:
     aligned = deepspeed_cpu.AlignedHandle(handle, 4096)
-    with pytest.raises(deepspeed_cpu.IoBufferError, match="for example (\\d+)") as refused:
+    with pytest.raises(deepspeed_cpu.IoBufferError, match=r"for example \d+") as refused:
         deepspeed_cpu.check_buffer(nbytes, aligned, double)
     deepspeed_cpu.check_buffer(int(str(refused.value).rsplit(" ", 1)[1]), aligned, double)
 
@@ -114,8 +114,6 @@ def test_fast_writer_writes_true_files(handle, tmp_path: Path, double: bool, blo
     objects = [(tensor.untyped_storage(), torch.uint8) for tensor in storages]
     writer.save_torch_storage_object_list(objects, True)
     writer.close()
-    expected = b"head" + b"".join(
-        len(tensor).to_bytes(8, "little") + bytes(tensor.tolist()) for tensor in storages
-    )
+    expected = b"head" + b"".join(len(tensor).to_bytes(8, "little") + bytes(tensor.tolist()) for tensor in storages)
     assert path.read_bytes() == expected
     handle.free_cpu_locked_tensor(buffer)

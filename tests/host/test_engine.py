@@ -272,9 +272,7 @@ def test_safe_globals_mend_weights_only(start, tmp_path: Path, writer: str, zero
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_loading_through_the_torch_checkpoint_engine_mends_weights_only(
-    start, tmp_path: Path, zero_stage: int
-) -> None:
+def test_loading_through_the_torch_checkpoint_engine_mends_weights_only(start, tmp_path: Path, zero_stage: int) -> None:
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
     workload = start("ds_aio", optimizer=True, zero_stage=zero_stage)

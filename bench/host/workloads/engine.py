@@ -164,9 +164,7 @@ class EngineWorkload(Workload):
         model = build_model(options.model, seed, dtype, device, options.pretrained)
         if options.pretrained is not None and seed != self.seed:
             fill_weights_(model, seed)
-        context = WriterContext(
-            "engine", options, device, self.folder, deepspeed_cpu.current_logical_block_bytes()
-        )
+        context = WriterContext("engine", options, device, self.folder, logical_block_bytes(self.folder))
         config = engine_config(self.case.writer, options, context.handle_options())
         engine, *_ = deepspeed.initialize(model=model, config=config)
         if options.optimizer:
@@ -189,7 +187,7 @@ class EngineWorkload(Workload):
         factory.release_writer = release_and_note
 
     def _visit_states(self, visit: Visit) -> None:
-        """Call ``visit`` with the name below the checkpoint's folder and the state of every file that a save would write."""
+        """Call ``visit`` with name (below the checkpoint's folder) and state of every file that a save would write."""
         from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
         class Visitor(TorchCheckpointEngine):
@@ -233,9 +231,7 @@ class EngineWorkload(Workload):
 
 def _refuse_what_deepspeed_refuses(writer: str, options: Options) -> None:
     if writer not in WRITER_TYPES:
-        raise SkipCaseError(
-            f"DeepSpeed's engine can't save through {writer}; it knows {', '.join(WRITER_TYPES)}"
-        )
+        raise SkipCaseError(f"DeepSpeed's engine can't save through {writer}; it knows {', '.join(WRITER_TYPES)}")
     if writer == "ds_gds" and not options.gpu:
         raise SkipCaseError("GPUDirect Storage needs a GPU; give --gpu on a host that has one")
     if options.zero_stage and not options.optimizer:
@@ -336,9 +332,7 @@ def _why_not(root: Path, saved: Saved, error: Exception) -> str:
     fragments = [path for path in saved.files if path.name.endswith(FRAGMENT_SUFFIX)]
     if fragments:
         wanted = fragments[0].name.removesuffix(FRAGMENT_SUFFIX)
-        causes.append(
-            f"DeepSpeed wrote {fragments[0].name} and looks for {wanted} (rename it, {GUIDE} mend 1)"
-        )
+        causes.append(f"DeepSpeed wrote {fragments[0].name} and looks for {wanted} (rename it, {GUIDE} mend 1)")
     refused = next(_refused_classes(path for path in saved.files if _holds_state(path)), None)
     if refused is not None:
         causes.append(
