@@ -337,6 +337,21 @@ def _single(
     _end(run_plan(plan, folder, root, None, None, no_patch, False, dry_run))
 
 
+@app.command("mend-checkpoint")
+def mend_checkpoint_command(
+    folder: Annotated[Path, typer.Argument(help="The folder that was given to save_checkpoint.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be renamed, rename nothing.")] = False,
+) -> None:
+    """Give a DeepSpeed fast checkpoint the file names that load_checkpoint looks for (docs/resume.md)."""
+    from bench.host.mend import mend_checkpoint
+
+    renames = mend_checkpoint(folder, dry_run)
+    for old, new in renames.items():
+        typer.echo(f"{'would rename' if dry_run else 'renamed'} {old} to {new.name}")
+    if not renames:
+        typer.echo(f"nothing to rename below {folder}")
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bench.host import models
+from bench.host.mend import mend_checkpoint
 from bench.host.process_group import single_process_group
 from bench.host.workloads import engine as engine_module
 from bench.host.workloads.base import NotVerifiedError, Saved, SkipCaseError
@@ -231,11 +232,6 @@ def test_configuration_is_the_published_one() -> None:
 # The mends of docs/resume.md, for real.
 
 
-def rename_fragments(folder: Path) -> None:
-    for path in list(folder.rglob(f"*{FRAGMENT_SUFFIX}")):
-        path.rename(path.with_name(path.name.removesuffix(FRAGMENT_SUFFIX)))
-
-
 def loads(workload: EngineWorkload, folder: Path) -> bool:
     """Does a fresh engine with other weights load the folder and hold what the files hold?"""
     workload._drop_engine()
@@ -251,7 +247,7 @@ def test_renaming_and_an_environment_variable_mend_every_fast_checkpoint(
 ) -> None:
     workload = start("ds_aio", optimizer=True, zero_stage=zero_stage)
     save(workload, tmp_path / "one")
-    rename_fragments(tmp_path / "one")
+    mend_checkpoint(tmp_path / "one")
     if zero_stage:
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     assert loads(workload, tmp_path / "one")
@@ -266,7 +262,7 @@ def test_safe_globals_mend_weights_only(start, tmp_path: Path, writer: str, zero
 
     workload = start(writer, optimizer=True, zero_stage=zero_stage)
     save(workload, tmp_path / "one")
-    rename_fragments(tmp_path / "one")
+    mend_checkpoint(tmp_path / "one")
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
         assert loads(workload, tmp_path / "one")
 
@@ -277,7 +273,7 @@ def test_loading_through_the_torch_checkpoint_engine_mends_weights_only(start, t
 
     workload = start("ds_aio", optimizer=True, zero_stage=zero_stage)
     save(workload, tmp_path / "one")
-    rename_fragments(tmp_path / "one")
+    mend_checkpoint(tmp_path / "one")
     make = workload._make_engine
 
     def make_and_swap(seed: int) -> object:

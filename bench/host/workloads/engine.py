@@ -332,7 +332,9 @@ def _why_not(root: Path, saved: Saved, error: Exception) -> str:
     fragments = [path for path in saved.files if path.name.endswith(FRAGMENT_SUFFIX)]
     if fragments:
         wanted = fragments[0].name.removesuffix(FRAGMENT_SUFFIX)
-        causes.append(f"DeepSpeed wrote {fragments[0].name} and looks for {wanted} (rename it, {GUIDE} mend 1)")
+        causes.append(
+            f"DeepSpeed wrote {fragments[0].name} and looks for {wanted} (bench mend-checkpoint renames it, {GUIDE} mend 1)"
+        )
     refused = next(_refused_classes(path for path in saved.files if _holds_state(path)), None)
     if refused is not None:
         causes.append(
