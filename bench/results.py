@@ -8,6 +8,7 @@ are float seconds, rates are float bytes per second, instants are timezone-aware
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -23,9 +24,12 @@ RUN_ID_PATTERN = re.compile(r"^\d{8}T\d{6}Z-[0-9a-f]{4}$")
 Status = Literal["ok", "failed", "skipped", "timeout"]
 Verdict = Literal["PASS", "SLOW", "FAILED", "UNREACHABLE", "SKIPPED"]
 PatchState = Literal["patched", "original", "foreign"]
-Bytes = Annotated[int, Field(ge=0, strict=True)]
-Seconds = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(gt=0)]
+# The upper bounds are beyond any machine; they keep somebody else's nonsense out of our arithmetic.
+Bytes = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Rate = Annotated[float, Field(gt=0, le=1e18)]
+# Options and statistics are free in form; what a benchmark writes there is flat.
+MAX_DEPTH = 16
 
 
 class ReportError(ValueError):
@@ -257,11 +261,13 @@ def parse_status(text: str | bytes, where: str) -> RunStatus:
 
 def _parse(model: type[Any], text: str | bytes, where: str) -> Any:
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_not_a_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{where} is not JSON ({error}); was it cut off? Collect it again.") from error
     if not isinstance(data, dict):
         raise ReportError(f"{where} holds a {type(data).__name__}, not an object")
+    if _deeper_than(data, MAX_DEPTH):
+        raise ReportError(f"{where} is nested deeper than {MAX_DEPTH} levels; no benchmark writes that")
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ReportError(
@@ -274,3 +280,29 @@ def _parse(model: type[Any], text: str | bytes, where: str) -> Any:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the top level"
         raise ReportError(f"{where}: {place}: {first['msg']}") from error
+
+
+def _not_a_number(word: str) -> float:
+    raise ValueError(f"{word} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
+
+
+def _deeper_than(data: Any, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than ``levels``; level by level, without recursion."""
+    layer = [data]
+    for _ in range(levels):
+        layer = [
+            inner
+            for outer in layer
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not layer:
+            return False
+    return True

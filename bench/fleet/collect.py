@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -178,10 +179,10 @@ def read_report(path: Path, targets: Targets, host: str) -> results.HostReport:
     told = nonsense(report)
     if told is not None:
         raise results.ReportError(f"{path.name} makes no sense: {told}")
-    absent = set(targets.cases) - {(case.workload, case.writer) for case in report.cases}
+    absent = Counter(targets.cases) - Counter((case.workload, case.writer) for case in report.cases)
     if absent and not report.interrupted:
-        workload, writer = sorted(absent)[0]
-        raise results.ReportError(f"{path.name} lacks {len(absent)} of the plan's rows, such as {workload} {writer}")
+        workload, writer = min(absent)
+        raise results.ReportError(f"{path.name} lacks {absent.total()} of the plan's rows, such as {workload} {writer}")
     return report
 
 
