@@ -38,8 +38,14 @@ class Target:
     def ssh_words(self) -> list[str]:
         """The arguments with which Ansible would start ssh for this host, the destination last.
 
-        Raises InventoryError when the extra arguments are not properly quoted.
+        Raises InventoryError when the extra arguments are not properly quoted, or a value is a template,
+        which only a playbook renders.
         """
+        for field, aliases in CONNECTION_VARIABLES.items():
+            if "{{" in (getattr(self, field) or ""):
+                raise InventoryError(
+                    f"{self.name}: {aliases[-1]} is a template; write its value, or set it in ~/.ssh/config"
+                )
         try:
             words = shlex.split(self.common_args or "")
         except ValueError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import hashlib
 import logging
 import os
@@ -17,7 +18,7 @@ import shlex
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -257,10 +258,10 @@ def connect(target: Target, known: KnownHosts) -> Remote:
         return LocalHost()
     settings = ssh_settings(target)
     client = paramiko.SSHClient()
-    client.set_missing_host_key_policy(_NewKeyPolicy(settings, known))
-    for file in (str(known.project), *settings.known_hosts):
-        with contextlib.suppress(OSError):
-            client.load_system_host_keys(file)
+    keys = known_keys([str(known.project), *settings.known_hosts], settings.key_name)
+    client.set_missing_host_key_policy(_NewKeyPolicy(known, keys.revoked))
+    for key in reversed(keys.trusted):  # of two keys of one kind the first counts
+        client.get_host_keys().add(settings.key_name, key.get_name(), key)
     connection, jump = _open(settings)
     try:
         client.connect(
@@ -274,13 +275,12 @@ def connect(target: Target, known: KnownHosts) -> Remote:
             banner_timeout=CONNECT_SECONDS,
             auth_timeout=SILENCE_SECONDS,
         )
-        _refuse_revoked(client, settings, known)
         transport = client.get_transport()
         assert transport is not None
         transport.set_keepalive(15)
         return SshHost(client, jump)
     except paramiko.BadHostKeyException as error:
-        reason: RemoteError = HostKeyRefusedError(_changed_key_message(error, settings, known))
+        reason: RemoteError = HostKeyRefusedError(_changed_key_message(error, settings.key_name, keys.files))
     except paramiko.PasswordRequiredException:
         reason = LoginRefusedError(
             f"a key for {settings.user}@{settings.hostname} has a passphrase; load it into the agent (ssh-add)"
@@ -306,13 +306,15 @@ def connect(target: Target, known: KnownHosts) -> Remote:
 
 
 class _NewKeyPolicy(paramiko.MissingHostKeyPolicy):
-    """Refuse a host without a known key; with ``accept_new`` write it into the project's known_hosts instead."""
+    """Refuse a host without a known key; with ``accept_new`` write it into the project's known_hosts."""
 
-    def __init__(self, settings: SshSettings, known: KnownHosts) -> None:
-        self._settings = settings
+    def __init__(self, known: KnownHosts, revoked: set[str]) -> None:
         self._known = known
+        self._revoked = revoked
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        if key.get_base64() in self._revoked:
+            raise HostKeyRefusedError(f"the host key of {hostname} is marked @revoked in known_hosts")
         if not self._known.accept_new:
             raise HostKeyRefusedError(
                 f"the host key of {hostname} ({key.get_name()} {key.fingerprint}) is not known; compare it with the "
@@ -331,32 +333,71 @@ def add_known_key(path: Path, name: str, key: paramiko.PKey) -> None:
         file.write(line)
 
 
-def _refuse_revoked(client: paramiko.SSHClient, settings: SshSettings, known: KnownHosts) -> None:
-    """paramiko skips ``@revoked`` lines, so a key that is on one is refused here, for any host."""
-    transport = client.get_transport()
-    assert transport is not None
-    key = transport.get_remote_server_key().get_base64()
-    for file in (str(known.project), *settings.known_hosts):
-        with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
-            if any(line.startswith("@revoked") and key in line.split() for line in lines):
-                raise HostKeyRefusedError(f"the host key of {settings.key_name} is marked @revoked in {file}")
-
-
-def _changed_key_message(error: paramiko.BadHostKeyException, settings: SshSettings, known: KnownHosts) -> str:
-    name = settings.key_name
-    files = [file for file in (str(known.project), *settings.known_hosts) if _lists(file, name)]
-    remove = "; ".join(f"ssh-keygen -R '{name}' -f {file}" for file in files) or f"ssh-keygen -R '{name}'"
+def _changed_key_message(error: paramiko.BadHostKeyException, name: str, files: Sequence[str]) -> str:
+    remove = "; ".join(f"ssh-keygen -R '{name}' -f {file}" for file in files)
     return (
-        f"the host key of {name} has CHANGED (now {error.key.get_name()} {error.key.fingerprint}): either the host was "
-        f"reinstalled or somebody is in between. If you know it was reinstalled: {remove}, then ACCEPT_NEW_KEYS=1"
+        f"the host key of {name} has CHANGED (now {error.key.get_name()} {error.key.fingerprint}): either "
+        "the host was reinstalled or somebody is in between. "
+        f"If you know it was reinstalled: {remove}; then ACCEPT_NEW_KEYS=1"
     )
 
 
-def _lists(file: str, name: str) -> bool:
-    try:
-        return paramiko.HostKeys(file).lookup(name) is not None
-    except OSError:
-        return False
+@dataclass
+class KnownKeys:
+    """What known_hosts files say of one host: its keys, revoked keys (base64), and the files that list it."""
+
+    trusted: list[paramiko.PKey] = field(default_factory=list)
+    revoked: set[str] = field(default_factory=set)
+    files: list[str] = field(default_factory=list)
+
+
+def known_keys(files: Sequence[str], name: str) -> KnownKeys:
+    """Look a host up in known_hosts files as OpenSSH does: names, hashed names, patterns and markers.
+
+    paramiko's own reader knows neither patterns nor markers, and fails on the latter. Lines for a certificate
+    authority are passed over: paramiko can't check host certificates.
+    """
+    found = KnownKeys()
+    for file in files:
+        try:
+            lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            words = line.split()
+            marker = words.pop(0) if words and words[0].startswith("@") else None
+            if len(words) < 3 or words[0].startswith("#") or not _names(words[0], name):
+                continue
+            if marker == "@revoked":
+                found.revoked.add(words[2])
+            elif marker is None:
+                with contextlib.suppress(Exception):  # a damaged line raises one of many things
+                    entry = HostKeyEntry.from_line(" ".join(words[:3]))
+                    if entry is not None and entry.key is not None:
+                        found.trusted.append(entry.key)
+                        found.files = list(dict.fromkeys([*found.files, file]))
+    found.trusted = [key for key in found.trusted if key.get_base64() not in found.revoked]
+    return found
+
+
+def _names(patterns: str, name: str) -> bool:
+    """Whether the first field of a known_hosts line is about a host; ``!`` excludes."""
+    hit = False
+    for pattern in patterns.split(","):
+        if pattern.startswith("|1|"):
+            with contextlib.suppress(ValueError, AssertionError):
+                hit = hit or paramiko.HostKeys.hash_host(name, pattern) == pattern
+        elif pattern.startswith("!"):
+            if _matches(name, pattern[1:]):
+                return False
+        else:
+            hit = hit or _matches(name, pattern)
+    return hit
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """OpenSSH's patterns: ``*`` and ``?`` only; a bracket is a bracket."""
+    return fnmatch.fnmatchcase(name.lower(), pattern.lower().replace("[", "[[]"))
 
 
 def _open(settings: SshSettings) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
