@@ -36,7 +36,7 @@ WRITER_TAGS: dict[str, str] = {
 # The published set, in the published order.
 PUBLISHED_WRITERS = ("torch_save", "ds_mock", "ds_python", "ds_aio", "ds_gds")
 # Rows that go through torch's hook, so they need proof that the hook ran.
-FASTPERSIST_WRITERS = ("ds_mock", "ds_aio", "ds_gds")
+FASTPERSIST_WRITERS = ("ds_mock", "ds_aio", "ds_gds", "direct")
 # Rows that write nothing: never a storage rate, never verified.
 UNWRITTEN = frozenset({"ds_mock"})
 MODELS = ("tiny-t5", "gpt2-large", "phi3", "phi3-v", "llama3-1B")

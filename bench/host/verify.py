@@ -148,6 +148,12 @@ def file_sha256(path: Path) -> str:
         return reader.sha256()
 
 
+def files_sha256(root: Path, files: Sequence[Path]) -> str:
+    """One digest of a folder: sha256 over the lines of ``sha256sum`` for its files, sorted by name."""
+    lines = (f"{file_sha256(path)}  {path.relative_to(root)}\n" for path in sorted(files))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def compare(expected: Any, actual: Any, where: str = "checkpoint") -> None:
     """Compare two nested objects bit by bit: types of containers, keys, dtype, shape and bytes of tensors.
 

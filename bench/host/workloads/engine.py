@@ -24,7 +24,7 @@ from bench.host import deepspeed_cpu
 from bench.host.models import build_model, fill_optimizer_
 from bench.host.process_group import single_process_group
 from bench.host.randomness import fill_weights_
-from bench.host.verify import compare, drop_cache, file_sha256, tensors_in, unique_storage_bytes
+from bench.host.verify import compare, drop_cache, files_sha256, tensors_in, unique_storage_bytes
 from bench.host.workloads.base import NotVerifiedError, Saved, SkipCaseError, Workload
 from bench.host.writers.base import WriterContext, logical_block_bytes
 from bench.host.writers.deepspeed import saved_by
@@ -126,7 +126,7 @@ class EngineWorkload(Workload):
         latest = root / "latest"
         if latest.read_text(encoding="utf-8") != TAG:
             raise NotVerifiedError(f"{latest} does not name the checkpoint that was saved")
-        self.digest = _digest(root, saved.files)
+        self.digest = files_sha256(root, saved.files)
 
     def resume(self, saved: Saved) -> tuple[bool | None, str | None]:
         root = _root(saved)
@@ -318,12 +318,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__dict__") and not callable(value):
         return {"": type(value).__qualname__, **{key: _plain(item) for key, item in vars(value).items()}}
     return value
-
-
-def _digest(root: Path, files: list[Path]) -> str:
-    """sha256 over the lines of ``sha256sum`` for all files, sorted by name."""
-    lines = (f"{file_sha256(path)}  {path.relative_to(root)}\n" for path in sorted(files))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _why_not(root: Path, saved: Saved, error: Exception) -> str:

@@ -40,6 +40,7 @@ class SavedObject(Workload):
         self.payload_bytes = unique_storage_bytes(self.obj)
 
     def save(self, target: Path) -> Saved:
+        self.target = target
         return self.writer.save(self.obj, target)
 
     def verify(self, saved: Saved) -> None:
@@ -85,10 +86,9 @@ class RoundtripWorkload(ModelWorkload):
         from bench.host.randomness import fill_weights_
 
         super().verify(saved)
-        (path,) = saved.files
         nested = self.case.options.optimizer
         original = self.obj["model"] if nested else self.obj
-        loaded = self.writer.load(path)
+        loaded = self.writer.load(self.target)
         weights = loaded["model"] if nested else loaded
         compare(dict(sorted(original.items())), dict(sorted(weights.items())), "loaded model")
         before = self._logits()

@@ -23,4 +23,16 @@ def make_writer(name: str, context: WriterContext) -> Writer:
         from bench.host.writers.safetensors import Safetensors
 
         return Safetensors(context)
+    if name == "torch_save_tuned":
+        from bench.host.writers.torch_save_tuned import TorchSaveTuned
+
+        return TorchSaveTuned(context)
+    if name == "direct":
+        from bench.host.writers.direct import DirectWriter
+
+        return DirectWriter(context)
+    if name == "dcp":
+        from bench.host.writers.dcp import Dcp
+
+        return Dcp(context)
     raise SkipCaseError(f"the writer {name} has no form for the workload {context.workload}")
