@@ -43,6 +43,7 @@ class CaseProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[send],
+                bufsize=0,
                 start_new_session=True,
             )
         os.close(send)
@@ -101,7 +102,6 @@ class CaseProcess:
         # A child that is gone is noticed at its next event.
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
 
     def _how_it_died(self) -> str:
         self.kill()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from benching import CHECKOUT, Bench, bench_environment
 
 from bench import layout
 from bench.host import hook, ops
-
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -28,9 +24,6 @@ def ready_ops(runtime_root: Path) -> None:
     """DeepSpeed's compiled ops in this process, and proof that torch's hook is live."""
     ops.activate(runtime_root)
     assert hook.hook_is_live(), "the test runtime's torch is not patched: make test-host provisions it"
-
-
-Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -49,20 +42,3 @@ def bench(tmp_path: Path, runtime_root: Path) -> Bench:
         )
 
     return run
-
-
-def bench_environment(tmp_path: Path, runtime_root: Path, **more: str) -> dict[str, str]:
-    """The environment of a bench process: this checkout, runs below ``tmp_path``, the built ops."""
-    return {
-        **os.environ,
-        "PYTHONPATH": str(CHECKOUT),
-        "BENCH_RUNTIME_ROOT": str(tmp_path / "runtime"),
-        "BENCH_OPS_CACHE": str(layout.ops_root(runtime_root)),
-        "COLUMNS": "160",
-        **more,
-    }
-
-
-def rows_of(output: str) -> dict[str, str]:
-    """The rest of each log line of a run, by tag."""
-    return dict(re.findall(r"^(test_\w+) -- (.*)$", output, re.MULTILINE))
