@@ -113,6 +113,14 @@ def run_command(
     no_patch: NoPatch = False,
     ceiling: Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the folder with fio first.")] = True,
     seed: Seed = None,
+    until_stable: Annotated[
+        bool,
+        typer.Option("--until-stable", help="Go on, up to a cap, until the last five saves agree within 5 %."),
+    ] = False,
+    sustained: Annotated[
+        float | None,
+        typer.Option("--sustained", min=1, help="Each writer saves for so many seconds; the second half is counted."),
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Run a whole plan on this host and write report.json."""
@@ -122,8 +130,8 @@ def run_command(
     chosen = load_plan(plan)
     if gpu:
         chosen = chosen.on_gpu(device)
-    if seed is not None:
-        chosen = chosen.model_copy(update={"seed": seed})
+    changes = {"seed": seed, "until_stable": until_stable or None, "sustained_seconds": sustained}
+    chosen = chosen.changed({key: value for key, value in changes.items() if value is not None})
     _end(run_plan(chosen, folder, root, run_id, host, no_patch, ceiling, dry_run))
 
 

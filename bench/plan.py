@@ -127,6 +127,10 @@ class Plan(BaseModel):
     ``repetitions`` counted samples a case after ``warmup`` uncounted ones; ``seed`` makes data and
     order repeatable (None draws one and records it); ``case_timeout_seconds`` bounds each step of a
     case: setup, one save, verification.
+
+    ``until_stable``: further samples, up to ``max_repetitions`` counted ones, until the last five agree
+    (see bench.stats). ``sustained_seconds``: each case saves back to back for so long, to leave a drive's
+    cache behind; only the second half of that time is counted.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -135,6 +139,9 @@ class Plan(BaseModel):
     description: str = ""
     repetitions: Annotated[int, Field(ge=1)] = 5
     warmup: Annotated[int, Field(ge=0)] = 1
+    until_stable: bool = False
+    max_repetitions: Annotated[int, Field(ge=1)] = 20
+    sustained_seconds: Annotated[float, Field(gt=0)] | None = None
     seed: int | None = None
     case_timeout_seconds: Annotated[float, Field(gt=0)] = 600
     benchmarks: Annotated[list[Benchmark], Field(min_length=1)]
@@ -142,6 +149,10 @@ class Plan(BaseModel):
     def cases(self) -> list[Case]:
         """Every row of the plan, in order."""
         return [case for benchmark in self.benchmarks for case in benchmark.cases()]
+
+    def changed(self, changes: dict[str, Any]) -> Plan:
+        """The same plan with other settings, checked; raises PlanError."""
+        return parse_plan(self.model_dump() | changes, "command line")
 
     def on_gpu(self, device: int) -> Plan:
         """The same plan with the data of every benchmark on one GPU."""
@@ -156,6 +167,14 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _known_writers(self) -> Plan:
         self.cases()
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_stop(self) -> Plan:
+        if self.until_stable and self.sustained_seconds is not None:
+            raise ValueError("until_stable and sustained_seconds are two ways to end a case; give one")
+        if self.until_stable and self.max_repetitions < self.repetitions:
+            raise ValueError("max_repetitions is below repetitions")
         return self
 
 

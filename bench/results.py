@@ -47,11 +47,15 @@ class Sample(Model):
 
     ``ack_seconds``: until the save call and the close returned. ``durable_seconds``: until fsync of
     the file (every file for an engine checkpoint) and of its directory also returned, from the same start.
+    ``settle_seconds``: how long earlier dirty pages took to be written back before that start.
+    ``at_seconds``: when the save started, since the start of the run.
     """
 
     ack_seconds: Seconds
     durable_seconds: Seconds
     warmup: bool = False
+    settle_seconds: Seconds = 0.0
+    at_seconds: Seconds = 0.0
 
 
 class CaseResult(Model):
@@ -142,12 +146,19 @@ class Patch(Model):
 
 
 class Ceiling(Model):
-    """What the folder can do, measured by ``tool`` in the same run."""
+    """What the folder can do, measured by ``tool`` in the same run, before the cases and again after them.
+
+    ``write_bytes_per_second`` and ``read_bytes_per_second`` are the larger of the two; ``drift`` is
+    (after - before) / before of the write rate.
+    """
 
     tool: str
     command: list[str]
     write_bytes_per_second: Rate | None = None
     read_bytes_per_second: Rate | None = None
+    before_write_bytes_per_second: Rate | None = None
+    after_write_bytes_per_second: Rate | None = None
+    drift: float | None = None
     reason: str | None = None
 
 
@@ -166,6 +177,7 @@ class HostReport(Model):
     patch: Patch
     ceiling: Ceiling | None = None
     cases: list[CaseResult]
+    warnings: list[str] = Field(default_factory=list)
     time_spent: dict[str, Seconds] = Field(default_factory=dict)
 
 

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from bench.host import gds
 from bench.host.clock import settle, time_save
 from bench.host.workloads.base import NotVerifiedError, Saved, SkipCaseError, Workload
 from bench.plan import FASTPERSIST_WRITERS, Case
@@ -93,6 +94,9 @@ class _Child:
         from bench.host.workloads import make_workload
 
         case = self.spec.case
+        if case.writer == "ds_gds":
+            # DeepSpeed and cuFile leave their settings and log in the working directory.
+            os.chdir(self.spec.folder)
         if case.writer.startswith("ds_") or case.workload == "engine":
             ops.activate(self.spec.root)
         if self.spec.hook_in_process:
@@ -119,6 +123,7 @@ class _Child:
         # settled before the save.
         _tell(self.events, "phase", phase="save")
         settled = settle(self.spec.folder)
+        counted = gds.read_counters()
         try:
             saved, timing = time_save(self.workload.save, target, self._synchronize)
             self.workload.disarm()
@@ -132,7 +137,7 @@ class _Child:
                 durable_seconds=timing.durable_seconds,
                 settle_seconds=settled,
                 file_bytes=file_bytes,
-                statistics=saved.statistics,
+                statistics={**saved.statistics, **self._mechanism(counted)},
             )
             if check:
                 self._check(saved)
@@ -155,6 +160,13 @@ class _Child:
             resume_reason=reason,
             sha256=getattr(self.workload, "digest", None),
         )
+
+    def _mechanism(self, before: gds.Counters | None) -> dict[str, str]:
+        """For a row of ds_gds: was it GPUDirect Storage?"""
+        if self.spec.case.writer != "ds_gds":
+            return {}
+        found = gds.mechanism(before, gds.read_counters(), gds.loaded_library())
+        return {"mechanism": found.name, "mechanism_because": found.why}
 
     def _writes(self) -> bool:
         return self.spec.case.writer != "ds_mock"
@@ -193,6 +205,8 @@ def describe(error: BaseException) -> str:
         where = f": {error.filename}" if error.filename else ""
         return f"{name}: {error.strerror}{where}"
     words = str(error).strip().splitlines()
+    if words and type(error).__module__.startswith("bench."):
+        return words[0]  # our own errors are written for people
     return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
 
 

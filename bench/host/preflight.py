@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.host.estimate import file_bytes, memory_bytes
-from bench.plan import Case
+from bench.plan import GIB, Case
 from bench.results import Status
 
-GIB = 1024**3
+ACTIVITY_SECONDS = 0.5
+# More than this by others on the drive disturbs what we measure.
+BUSY_BYTES_PER_SECOND = 20 * 1024**2
 
 
 class FolderError(ValueError):
@@ -133,3 +136,24 @@ def _aio_slots() -> int | None:
     except (OSError, ValueError):
         return None
     return limit - used
+
+
+def drive_activity(folder: Path, seconds: float = ACTIVITY_SECONDS) -> float | None:
+    """Bytes per second that others read and write on the device below ``folder`` while we do nothing.
+
+    None where the filesystem has no single block device. Source: /sys/dev/block/MAJOR:MINOR/stat, whose
+    third and seventh figures count sectors of 512 bytes (Documentation/block/stat.rst in the kernel).
+    """
+    number = os.stat(folder).st_dev
+    counters = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
+    try:
+        before = _sectors(counters.read_text())
+        time.sleep(seconds)
+        return (_sectors(counters.read_text()) - before) * 512 / seconds
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _sectors(text: str) -> int:
+    figures = text.split()
+    return int(figures[2]) + int(figures[6])

@@ -19,18 +19,19 @@ from rich.console import Console
 import bench
 from bench import layout, stats
 from bench.host import hook, preflight
-from bench.host.ceiling import measure_ceiling
+from bench.host.ceiling import measure_ceiling, with_drift
 from bench.host.child import CaseSpec
 from bench.host.children import CaseEndedError, CaseProcess
 from bench.host.estimate import memory_bytes
 from bench.host.facts import collect_facts, filesystem_of
 from bench.host.lock import run_lock
 from bench.host.progress import RunProgress
-from bench.plan import GIB, Case, Plan
+from bench.plan import GIB, MIB, Case, Plan
 from bench.results import CaseResult, Ceiling, HostReport, Sample, Status, utc_now, write_json
 
 # Leaves room for what else runs on the host.
 MEMORY_SHARE = 0.8
+NOT_REACHED = "not reached"
 
 
 @dataclass
@@ -62,6 +63,7 @@ class _Row:
     result: CaseResult
     process: CaseProcess | None = None
     sizes: set[int] = field(default_factory=set)
+    done: bool = False
 
     def end(self, status: Status, reason: str) -> None:
         self.result.status, self.result.reason = status, reason
@@ -103,14 +105,14 @@ class _Run:
         self.rows = [
             _Row(case, CaseResult(workload=case.workload, writer=case.writer, tag=case.tag,
                                   options=case.options.model_dump(exclude_defaults=True),
-                                  status="failed", reason="not reached"))
+                                  status="failed", reason=NOT_REACHED))
             for case in self.plan.cases()
         ]  # fmt: skip
-        self.samples_done = 0
-        self.samples_total = len(self.rows) * (self.plan.warmup + self.plan.repetitions)
+        self.warnings: list[str] = []
+        self.started = time.monotonic()
 
     def go(self) -> HostReport:
-        started_at, started = utc_now(), time.monotonic()
+        started_at = utc_now()
         plan = self.plan.model_copy(update={"seed": self.seed})
         write_json(self.folder / layout.PLAN_FILE, plan)
         facts = collect_facts(self.settings.folder)
@@ -124,14 +126,23 @@ class _Run:
         self.progress.update(state="running", cases_total=len(self.rows))
         try:
             self.work.mkdir()
-            report.ceiling = self._ceiling(facts.filesystem.free_bytes)
+            self._look_for_others()
+            if self.settings.ceiling:
+                report.ceiling = self._ceiling()
+                if report.ceiling.reason:
+                    self._warn(f"ceiling not measured: {report.ceiling.reason}")
             for group in self._groups():
-                self._measure(group, report.ceiling)
+                self._measure(group)
+            if report.ceiling is not None and not report.ceiling.reason:
+                report.ceiling, drifted = with_drift(report.ceiling, self._ceiling())
+                if drifted:
+                    self._warn(drifted)
+                self._share_of_ceiling(report.ceiling)
             self._check_mount(facts.filesystem.source)
         except InterruptedRunError:
             report.interrupted = True
             for row in self.rows:
-                if row.result.reason == "not reached" or row.process is not None:
+                if row.result.reason == NOT_REACHED or row.process is not None:
                     row.end("failed", "the run was interrupted")
             self.progress.update(state="interrupted", reason="interrupted by a signal", phase=None)
             raise
@@ -144,29 +155,31 @@ class _Run:
                     row.process.kill()
             shutil.rmtree(self.work, ignore_errors=True)
             report.cases = [row.result for row in self.rows]
+            report.warnings = self.warnings
             report.finished_at = utc_now()
-            self.spent["rest"] = max(0.0, time.monotonic() - started - sum(self.spent.values()))
+            self.spent["rest"] = max(0.0, time.monotonic() - self.started - sum(self.spent.values()))
             report.time_spent = dict(self.spent)
             write_json(self.folder / layout.REPORT_FILE, report)
         self.progress.update(state="finished", progress=1.0, case=None, phase=None, repetition=None)
         return report
 
     def _groups(self) -> Iterator[list[_Row]]:
-        """Rows that are measured in turns: those of one benchmark, or one by one when memory is short."""
+        """Rows that are measured in turns: those of one benchmark, or one by one when that can't be."""
         rows = iter(self.rows)
         for benchmark in self.plan.benchmarks:
             group = [next(rows) for _ in benchmark.writers]
             need = sum(memory_bytes(row.case) for row in group)
-            if need <= MEMORY_SHARE * preflight.memory_available():
+            if need > MEMORY_SHARE * preflight.memory_available():
+                self._warn(
+                    f"{benchmark.workload}: {need / GIB:.1f} GiB of memory would be needed to take the writers in "
+                    "turns; they were measured one after the other instead"
+                )
+            elif self.plan.sustained_seconds is None:
                 yield group
                 continue
-            self.progress.say(
-                f"{benchmark.workload}: {need / GIB:.1f} GiB of memory would be needed to take the writers in "
-                "turns; they are measured one after the other instead"
-            )
             yield from ([row] for row in group)
 
-    def _measure(self, group: list[_Row], ceiling: Ceiling | None) -> None:
+    def _measure(self, group: list[_Row]) -> None:
         host = preflight.look_at_host(self.work, self.gpu_count)
         running = []
         for row in group:
@@ -177,14 +190,11 @@ class _Run:
                 row.end(refusal.status, refusal.reason)
         self._each(running, self._start)
         self._each(running, self._await_prepared)
-        rounds = self.plan.warmup + self.plan.repetitions
-        for number in range(rounds):
-            turn = [row for row in running if row.process is not None]
+        while turn := [row for row in running if row.process is not None and not row.done]:
             self.order.shuffle(turn)
-            for row in turn:
-                self._guard(row, lambda row=row, number=number: self._sample(row, number, rounds))  # type: ignore[misc]
+            self._each(turn, self._sample)
         for row in group:
-            self._finish(row, ceiling)
+            self._finish(row)
 
     def _each(self, rows: Sequence[_Row], act: Callable[[_Row], None]) -> None:
         for row in rows:
@@ -219,8 +229,9 @@ class _Run:
         row.result.payload_bytes = event["payload_bytes"]
         row.result.setup_seconds = sum(event["seconds"].values())
 
-    def _sample(self, row: _Row, number: int, rounds: int) -> None:
+    def _sample(self, row: _Row) -> None:
         assert row.process is not None
+        number = len(row.result.samples)
         warmup = number < self.plan.warmup
         self.progress.update(
             case=_name(row.case),
@@ -228,26 +239,55 @@ class _Run:
             repetition=max(0, number - self.plan.warmup) + 1,
             repetitions=self.plan.repetitions,
         )
-        last = number == rounds - 1
+        last = self._is_last(row)
         with self._timed("settle"):
             row.process.command("sample", check=last)
             self._event(row, "phase")
+        at = time.monotonic() - self.started
         with self._timed("saves"):
             event = self._event(row, "sampled")
-        sample = Sample(ack_seconds=event["ack_seconds"], durable_seconds=event["durable_seconds"], warmup=warmup)
+        sample = Sample(
+            ack_seconds=event["ack_seconds"],
+            durable_seconds=event["durable_seconds"],
+            warmup=warmup,
+            settle_seconds=event["settle_seconds"],
+            at_seconds=at,
+        )
         row.result.samples.append(sample)
         row.result.file_bytes = event["file_bytes"]
         row.result.statistics = event["statistics"]
         row.sizes.add(event["file_bytes"])
         if len(row.sizes) > 1:
             raise CaseEndedError("failed", f"the same data gave files of different sizes: {sorted(row.sizes)} bytes")
-        self.samples_done += 1
         self.progress.update(
-            progress=self.samples_done / self.samples_total,
+            progress=self._share_done(),
             last_bytes_per_second=(row.result.payload_bytes / sample.durable_seconds) or None,
         )
         if last:
             self._check(row)
+            row.done = True
+
+    def _is_last(self, row: _Row) -> bool:
+        """Whether the sample that comes next is the case's last one, which is verified before it is removed."""
+        samples = row.result.samples
+        if self.plan.sustained_seconds is not None:
+            return bool(samples) and (
+                time.monotonic() - self.started - samples[0].at_seconds >= self.plan.sustained_seconds
+            )
+        count = len(samples) + 1
+        if self.plan.until_stable and count < self.plan.warmup + self.plan.max_repetitions:
+            counted = [sample.durable_seconds for sample in samples if not sample.warmup]
+            return count >= self.plan.warmup + self.plan.repetitions and stats.settled(counted)
+        return count >= self.plan.warmup + self.plan.repetitions
+
+    def _share_done(self) -> float:
+        planned = self.plan.warmup + self.plan.repetitions
+        parts = [
+            1.0 if row.done or row.result.reason not in (NOT_REACHED, None)
+            else min(0.95, len(row.result.samples) / planned)
+            for row in self.rows
+        ]  # fmt: skip
+        return sum(parts) / len(parts)
 
     def _check(self, row: _Row) -> None:
         with self._timed("verify"):
@@ -259,31 +299,54 @@ class _Run:
         row.result.sha256 = event["sha256"]
         row.result.status, row.result.reason = "ok", None
 
-    def _finish(self, row: _Row, ceiling: Ceiling | None) -> None:
+    def _finish(self, row: _Row) -> None:
         if row.process is not None:
             row.process.stop()
             row.process = None
         result = row.result
         if result.status == "ok":
-            counted = [sample.durable_seconds for sample in result.samples if not sample.warmup]
-            middle = stats.median(counted)
-            result.durable_bytes_per_second = result.payload_bytes / middle
-            result.spread = stats.spread(counted)
-            result.unstable = result.spread > stats.UNSTABLE_SPREAD
-            if ceiling is not None and ceiling.write_bytes_per_second and result.verified:
-                result.ceiling_share = result.durable_bytes_per_second / ceiling.write_bytes_per_second
-            self.progress.say(log_line(row.case.tag, result.payload_bytes, middle))
+            self._summarise(result)
+            self.progress.say(
+                log_line(row.case.tag, result.payload_bytes, result.payload_bytes / result.durable_bytes_per_second)
+                if result.durable_bytes_per_second
+                else f"{row.case.tag} -- no bytes to save"
+            )
             if row.case.options.statistics and result.statistics:
                 self.progress.say(f"  stats = {result.statistics}")
         else:
             self.progress.say(f"{row.case.tag} -- {result.status}: {result.reason}")
-        done = [row for row in self.rows if row.result.reason != "not reached"]
-        self.samples_done = len(done) * (self.plan.warmup + self.plan.repetitions)
+        done = [row for row in self.rows if row.done or row.result.reason != NOT_REACHED]
         self.progress.update(
-            progress=self.samples_done / self.samples_total,
+            progress=self._share_done(),
             cases_done=len(done),
             cases_failed=sum(row.result.status in ("failed", "timeout") for row in done),
         )
+
+    def _summarise(self, result: CaseResult) -> None:
+        if self.plan.sustained_seconds is not None:
+            # What the drive takes once its cache is full: the second half of the time.
+            half = result.samples[0].at_seconds + self.plan.sustained_seconds / 2
+            for sample in result.samples[:-1]:
+                sample.warmup = sample.at_seconds < half
+        counted = [sample.durable_seconds for sample in result.samples if not sample.warmup]
+        result.durable_bytes_per_second = result.payload_bytes / stats.median(counted) or None
+        result.spread = stats.spread(counted)
+        result.unstable = result.spread > stats.UNSTABLE_SPREAD
+        if self.plan.until_stable and not stats.settled(counted):
+            result.warnings.append(
+                f"the last {stats.STABLE_SAMPLES} of {len(counted)} samples still differ by more than "
+                f"{stats.STABLE_SPREAD:.0%}"
+            )
+
+    def _share_of_ceiling(self, ceiling: Ceiling) -> None:
+        for row in self.rows:
+            result = row.result
+            if ceiling.write_bytes_per_second and result.durable_bytes_per_second and result.verified:
+                result.ceiling_share = result.durable_bytes_per_second / ceiling.write_bytes_per_second
+                if result.ceiling_share > 1:
+                    result.warnings.append(
+                        "faster than fio on the same folder: a cache took part, or the ceiling was disturbed"
+                    )
 
     def _event(self, row: _Row, *wanted: str) -> dict[str, Any]:
         assert row.process is not None
@@ -292,15 +355,23 @@ class _Run:
             raise CaseEndedError("failed", f"the case's process said {event['event']!r} out of turn; see its log")
         return event
 
-    def _ceiling(self, free_bytes: int) -> Ceiling | None:
-        if not self.settings.ceiling:
-            return None
-        self.progress.update(case="ceiling", phase="fio")
+    def _ceiling(self) -> Ceiling:
+        self.progress.update(case="ceiling", phase="fio", repetition=None)
         with self._timed("ceiling"):
-            ceiling = measure_ceiling(self.work, free_bytes, preflight.takes_direct_io(self.work))
-        if ceiling.reason:
-            self.progress.say(f"ceiling not measured: {ceiling.reason}")
-        return ceiling
+            free = filesystem_of(self.work).free_bytes
+            return measure_ceiling(self.work, free, preflight.takes_direct_io(self.work))
+
+    def _look_for_others(self) -> None:
+        activity = preflight.drive_activity(self.work)
+        if activity is not None and activity > preflight.BUSY_BYTES_PER_SECOND:
+            self._warn(
+                f"others move {activity / MIB:.0f} MiB/s on the drive below {self.settings.folder}; "
+                "what is measured beside that is not the drive's own rate"
+            )
+
+    def _warn(self, words: str) -> None:
+        self.warnings.append(words)
+        self.progress.say(f"warning: {words}")
 
     def _check_mount(self, source: str) -> None:
         now = filesystem_of(self.settings.folder).source
