@@ -35,7 +35,7 @@ class GuestError(RuntimeError):
 
 @dataclass
 class Guest:
-    """One guest: its disks and its inventory live in ``folder``; ``start`` and ``stop`` as often as needed."""
+    """One guest: its disks and its inventory live in ``folder``; it starts and stops as often as needed."""
 
     image: Image
     folder: Path
@@ -67,12 +67,12 @@ class Guest:
         return self.folder / f"{serial}.img"
 
     def start(self, without: Sequence[str] = (), seconds: float = 180) -> None:
-        """Boot with all drives but those whose serial is in ``without``; returns when SSH answers with the guest's key."""
+        """Boot, without the drives of some serials; returns when SSH answers with the guest's key."""
         self.stop()
         self.port = _free_port()
         command = [
-            "qemu-system-x86_64", "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", "1024",
-            "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+            "qemu-system-x86_64", "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2",
+            "-m", "1024", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
             "-serial", f"file:{self.folder / 'console.log'}",
             "-kernel", str(self.image.kernel), "-initrd", str(self.initramfs),
             "-append", f"root=UUID={ROOT_UUID} ro console=ttyS0 net.ifnames=0 mitigations=off quiet",
@@ -91,7 +91,7 @@ class Guest:
         self._write_inventory("127.0.0.1")
 
     def stop(self) -> None:
-        """Power off cleanly where the guest still answers, else end QEMU; the inventory then points nowhere."""
+        """Power off cleanly where the guest answers, else end QEMU; the inventory then points nowhere."""
         self._write_inventory(UNREACHABLE)
         if self.process is None:
             return
@@ -113,16 +113,22 @@ class Guest:
             self.process = None
 
     def run(self, command: str, timeout: float = 120) -> str:
-        """Run a shell command as root in the guest, give its standard output; raises GuestError when it fails."""
+        """Run a shell command as root in the guest, give its output; raises GuestError when it fails."""
         done = self._ssh(command, timeout)
         if done.returncode != 0:
             raise GuestError(f"in the guest: {command}\nexit {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
 
+    def put(self, path: Path, target: str) -> None:
+        """Copy a small file into the guest."""
+        with path.open("rb") as file:
+            subprocess.run([*self._ssh_command(), f"cat >{target}"], check=True, timeout=60, stdin=file)
+
     def fetch_initramfs(self) -> None:
-        """Take the initramfs that the guest rebuilt, so that the next boot uses it, as a boot loader would."""
+        """Take the initramfs that the guest built, so that the next boot uses it, as a boot loader would."""
+        command = [*self._ssh_command(), "cat /boot/initrd.img-*"]
         with self.initramfs.open("wb") as file:
-            subprocess.run([*self._ssh_command(), "cat /boot/initrd.img-*"], check=True, timeout=120, stdout=file)
+            subprocess.run(command, check=True, timeout=120, stdout=file)
 
     def _ssh(self, command: str, timeout: float) -> subprocess.CompletedProcess[str]:
         try:
