@@ -38,6 +38,8 @@ from typing import Any
 from bench.layout import ops_root
 
 MANIFEST = "manifest.json"
+# DeepSpeed's own mark that it has warned about writes to consumer drives (csrc/aio, io_op_desc_t).
+WARNED = "_deepspeed_nvme_write_warning_emitted"
 BUILD_LOG = "build.log"
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 # One compiler process takes about this much on torch's headers.
@@ -579,6 +581,10 @@ def activate(root: Path) -> Path:
     if not isinstance(table, dict):
         raise OpsError(f"DeepSpeed {target.deepspeed} keeps its loaded ops elsewhere than bench knows: pin 0.19.8")
     table.update(modules)
+    import deepspeed.utils
+
+    # Said already, so that no first save has to say it: the warning about the endurance of consumer drives.
+    setattr(deepspeed.utils, WARNED, True)
     # DeepSpeed remembers pin_memory here, beside the table.
     sys._deepspeed_pin_memory_op_module = modules["pin_memory"]  # type: ignore[attr-defined]
     return folder
@@ -638,6 +644,11 @@ def _try_here(folder: Path, place: Path | None) -> str:
         return "loaded; no folder here takes O_DIRECT, so nothing was written"
     import torch
 
+    # The op warns once about the endurance of consumer drives, through DeepSpeed's logger, at its first write.
+    # This stands in for DeepSpeed, whose import would take longer than all the rest.
+    quiet = ModuleType("deepspeed.utils")
+    setattr(quiet, WARNED, True)
+    sys.modules.setdefault("deepspeed.utils", quiet)
     # Block size, queue depth, single submit, overlap events, parallelism; one page a block.
     handle = modules["async_io"].aio_handle(4096, 8, False, False, 1)
     written = handle.new_cpu_locked_tensor(SMOKE_BYTES, torch.empty(0, dtype=torch.uint8))

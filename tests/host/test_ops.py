@@ -81,6 +81,7 @@ def test_check_loads_writes_and_reads_back(tmp_path: Path) -> None:
     assert not state.built
     assert "read back" in state.smoke
     assert "O_DIRECT" in state.smoke
+    assert len(state.smoke.splitlines()) == 1
 
 
 def test_a_damaged_op_is_found_by_check(copied: Path) -> None:
