@@ -18,7 +18,7 @@ TEST_ROOT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fastpersist-bench-test
 # Compiled ops are shared with this machine's own runtime, so that they are compiled once.
 TEST_OPS  ?= $(or $(BENCH_OPS_CACHE),$(or $(XDG_DATA_HOME),$(HOME)/.local/share)/fastpersist-bench/ops)
 # Debian's names of what the tests start; tests/vm and tests/fleet say what for.
-TEST_PACKAGES := g++ libaio-dev fio openssh-server openssh-client iproute2 util-linux e2fsprogs fdisk \
+TEST_PACKAGES := g++ libaio-dev fio openssh-server openssh-client sudo iproute2 util-linux e2fsprogs fdisk \
 	qemu-system-x86 debootstrap
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -129,7 +129,7 @@ test-host: test-packages ## real torch and DeepSpeed on this machine, in a runti
 
 .PHONY: test-fleet
 test-fleet: test-packages ## real Ansible, OpenSSH and paramiko between network namespaces
-	@python -m pytest tests/fleet $(ARGS)
+	@TEST_OPS='$(TEST_OPS)' python -m pytest tests/fleet $(ARGS)
 
 .PHONY: test-vm
 test-vm: test-packages ## arrays, in a virtual machine with emulated NVMe drives

@@ -107,7 +107,8 @@ def audit(
         f"run {store.run_id}: plan {targets.plan} on {len(targets.hosts)} host{'s' if len(targets.hosts) != 1 else ''}"
     )
     try:
-        started = auditing.start(controller, order, store, targets)
+        with _detachable(store):
+            started = auditing.start(controller, order, store, targets)
     except NothingStartedError as error:
         typer.echo(f"bench: {error}", err=True)
         raise typer.Exit(ExitCode.COULD_NOT_RUN) from None

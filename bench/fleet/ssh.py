@@ -243,6 +243,8 @@ class SshHost:
         with _connection_errors():
             _, output, _ = self._client.exec_command(shlex.join(words) + " 2>&1", timeout=seconds)
             text = output.read(CHUNK_BYTES).decode("utf-8", "replace")
+            if not output.channel.status_event.wait(seconds):  # recv_exit_status() alone would wait for ever
+                raise TimeoutError
             return output.channel.recv_exit_status(), text
 
     def close(self) -> None:

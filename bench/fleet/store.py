@@ -124,7 +124,9 @@ class RunStore:
                     host, start = str(data.pop("host")), Start.model_validate(data)
                 except (ValueError, KeyError, AttributeError):
                     continue  # a line cut off by a killed controller
-                if host not in found or found[host].event != "started":
+                before = found[host].event if host in found else None
+                # Lost while it was being started, the host may run it all the same: it has to be asked.
+                if before != "started" and not (before == "starting" and start.event == "unreachable"):
                     found[host] = start
         return found
 

@@ -46,6 +46,7 @@ class Fleet:
     known_hosts: Path
     results: Path
     plan: Path
+    first_run: str = ""
     variables: dict[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
@@ -65,7 +66,7 @@ class Fleet:
         """Output of the command that runs, or ran last, on the controller."""
         return self.folder / "output.log"
 
-    def run(self, *command: str, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
         """Run on the controller, in the checkout; output and errors together."""
         with self.log.open("w+") as log:  # a file: what outlives the command does not keep us waiting
             done = subprocess.run(
@@ -179,9 +180,13 @@ def fleet():
 
 @pytest.fixture(scope="session")
 def provisioned(fleet):
-    """The fleet after ``make provision``."""
-    done = fleet.make("provision")
+    """The fleet after ``make provision run``, whose output it has as ``first_run``."""
+    seed = Path(os.environ.get("TEST_OPS", ""))
+    if seed.is_dir() and not list((SCRATCH / "ops").glob("*/manifest.json")):
+        shutil.copytree(seed, SCRATCH / "ops", dirs_exist_ok=True)
+    done = fleet.make("provision", "run", ARGS=FAST)
     assert done.returncode == 0, done.stdout[-6000:]
+    fleet.first_run = done.stdout
     return fleet
 
 

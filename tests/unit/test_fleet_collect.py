@@ -270,3 +270,19 @@ def test_an_event_after_the_start_does_not_make_the_host_unstarted(tmp_path):
     with store.start_file.open("a") as file:
         file.write(json.dumps({"host": "n", "event": "unreachable", "message": "dropped"}) + "\n")
     assert store.starts()["n"] == Start(event="started", run_folder=str(tmp_path), pid=1)
+
+
+@pytest.mark.parametrize(
+    ("events", "kept"),
+    [
+        (["starting", "started"], "started"),
+        (["starting", "failed"], "failed"),
+        (["starting", "unreachable"], "starting"),
+        (["unreachable"], "unreachable"),
+    ],
+)
+def test_a_host_that_was_lost_while_it_was_being_started_is_asked(tmp_path, events, kept):
+    store = made_store(tmp_path, "n")
+    with store.start_file.open("a") as file:
+        file.writelines(json.dumps({"host": "n", "event": event, "run_folder": "/r"}) + "\n" for event in events)
+    assert store.starts()["n"].event == kept
