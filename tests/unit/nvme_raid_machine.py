@@ -2,13 +2,13 @@
 
 ``data/nvme_raid_before.json``: a guest with a root drive, LVM, swap, a partition table, four clean drives and one
 of another size and sector size. ``data/nvme_raid_made.json``: the same one with the array made of three of them.
+``data/nvme_raid_vanished.json``: such a guest after a boot without DATA0002.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ansible.module_utils import nvme_raid_facts as reads  # noqa: E402
 from ansible.module_utils import nvme_raid_files as files  # noqa: E402
 from ansible.module_utils import nvme_raid_rules as rules  # noqa: E402
 
-__all__ = ["ROLE", "Machine", "before", "files", "made", "reads", "rules"]
+__all__ = ["ROLE", "Machine", "before", "files", "made", "reads", "rules", "vanished"]
 
 SERIALS = ("DATA0001", "DATA0002", "DATA0003")
 NEW_UUID = "11111111:22222222:33333333:44444444"
@@ -108,9 +108,6 @@ class Machine:
         for file, text in decision.files.items():
             self.facts["files"][file]["text"] = text
 
-    def walk(self) -> Iterator[dict[str, Any]]:
-        return rules._walk(self.facts["lsblk"]["blockdevices"])
-
 
 def before() -> Machine:
     return Machine(_load("nvme_raid_before.json"))
@@ -118,6 +115,10 @@ def before() -> Machine:
 
 def made() -> Machine:
     return Machine(_load("nvme_raid_made.json"))
+
+
+def vanished() -> Machine:
+    return Machine(_load("nvme_raid_vanished.json"))
 
 
 def _load(name: str) -> dict[str, Any]:

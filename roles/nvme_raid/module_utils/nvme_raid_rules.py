@@ -359,10 +359,9 @@ def _array(array_uuid: str, facts: Facts) -> Array:
     members = {k: m for k, m in facts["members"].items() if m["MD_UUID"] == array_uuid}
     assembled = [k for k, a in facts["arrays"].items() if a["detail"].get("MD_UUID") == array_uuid]
     running = facts["arrays"][assembled[0]] if assembled else None
-    told = {**(next(iter(members.values()), {})), **(running["detail"] if running else {})}
-    chunk = running["chunk_bytes"] if running and running["chunk_bytes"] else told.get("chunk_bytes", 0)
-    if members and not chunk:
-        chunk = next(iter(members.values())).get("chunk_bytes", 0)
+    # The superblocks first: of an array that didn't start, the kernel counts only the members it has.
+    told = {**(running["detail"] if running else {}), **next(iter(members.values()), {})}
+    chunk = told.get("chunk_bytes") or (running["chunk_bytes"] if running else 0)
     signatures = running["signatures"] if running else []
     return Array(
         uuid=array_uuid,
@@ -408,14 +407,14 @@ def refuse_differing(wanted: Wanted, drives: List[Drive], array: Array, facts: F
             f"{head} is degraded: {len(array.present)} of its {array.devices} members are here ({there}); "
             "RAID-0 has no copy of what was on the others. Bring the drive back, or tear the array down"
         )
+    elif array.kname and array.state == "inactive":
+        refusals.append(f"{head} is {array.state} as {array.kname}; see /proc/mdstat, and stop it: mdadm --stop")
     for kname in sorted(set(array.present) - chosen):
         refusals.append(f"{_drive(kname, facts)}: is a member of {head}, but isn't chosen")
     for drive in drives:
         if drive.kname not in array.present:
             refusals.append(f"{drive}: is chosen, but isn't a member of {head}")
             refusals += [f"{drive}: {reason}" for reason in uses(drive.kname, facts)]
-    if array.kname and array.state in ("inactive", "clear"):
-        refusals.append(f"{head} is {array.state} as {array.kname}; see /proc/mdstat, and stop it: mdadm --stop")
     if array.kname and facts["holders"].get(array.kname):
         refusals.append(f"{head} is held by {', '.join(facts['holders'][array.kname])}")
     if array.kname and not refusals:
