@@ -145,12 +145,18 @@ test-packages: $(STAMP)
 		apt-get -qq update && apt-get -qq install --no-install-recommends $$missing >/dev/null; \
 	fi
 
+.PHONY: wheel-dir
+wheel-dir: $(STAMP) ## fill DIR with every pinned file, for hosts without a network (their bench_runtime_wheel_dir)
+	@[ -n '$(DIR)' ] || { echo "name the folder: make wheel-dir DIR=/mnt/share/wheels" >&2; exit 2; }
+	@python -m pip download --quiet --require-hashes --no-deps --no-build-isolation --dest '$(DIR)' $(ARGS) \
+		-r requirements/uv.txt -r requirements/host-build.txt -r requirements/host.txt
+
 .PHONY: pins
 pins: $(STAMP) ## resolve requirements/*.in anew, with hashes (ARGS=--upgrade for the newest)
-	@cd requirements && for name in uv controller dev host-build host test-host; do \
+	@for name in uv controller dev host-build host test-host; do \
 		case $$name in controller|dev) oldest=3.11;; *) oldest=3.10;; esac; \
-		$(CURDIR)/$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-emit-index-url \
-			--fork-strategy fewest --python-version $$oldest $(ARGS) $$name.in -o $$name.txt || exit 1; \
+		uv pip compile --quiet --universal --generate-hashes --no-header --no-emit-index-url \
+			--fork-strategy fewest --python-version $$oldest $(ARGS) requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done
 
 .PHONY: clean

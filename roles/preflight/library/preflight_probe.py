@@ -100,7 +100,6 @@ LINK_PROBE = r"""
 #error "GCC 9 or newer is needed to compile against torch 2.6"
 #endif
 #include <libaio.h>
-#include <filesystem>
 int main() { return &io_pgetevents == nullptr || &io_submit == nullptr; }
 """
 PYTHON_PROBE = r"""
