@@ -131,15 +131,14 @@ def _why_no_report(remote: Remote, run_folder: str, run_id: str) -> str:
     except (results.ReportError, FileTooLargeError) as error:
         return plain(error)
     if status.state in ("failed", "interrupted"):
-        return plain(
-            f"the run {'failed' if status.state == 'failed' else 'was interrupted'}: {status.reason or 'no reason given'}"
-        )
+        how = "failed" if status.state == "failed" else "was interrupted"
+        return plain(f"the run {how}: {status.reason or 'no reason given'}")
     if status.state == "finished":
         return "the run has ended but left no report; see its console.log"
     if is_alive(remote, status.pid, run_id) is False:
         return (
-            f"the benchmark's process (pid {status.pid}) ended without a report, {status.progress:.0%} done: killed, out of "
-            "memory, or the host restarted; see its console.log and the kernel's log"
+            f"the benchmark's process (pid {status.pid}) ended without a report, {status.progress:.0%} done: killed, "
+            "out of memory, or the host restarted; see its console.log and the kernel's log"
         )
     return f"still running, {status.progress:.0%} done; `make watch` attaches, `make collect report` when it has ended"
 

@@ -97,7 +97,7 @@ def sort_key(view: View) -> tuple[int, float, str]:
 
 
 def screen(views: Sequence[View], width: int, height: int) -> list[str]:
-    """The whole view in at most ``height`` lines of at most ``width`` characters: a summary, then hosts, then a count."""
+    """The view in at most ``height`` lines of at most ``width`` characters: a summary, then hosts, then a count."""
     lines = [summary(views)[:width]]
     ordered = sorted(views, key=sort_key)
     room = max(1, height - 1)

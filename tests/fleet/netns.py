@@ -129,7 +129,8 @@ class Host:
         sudoers = etc / "sudoers"
         sudoers.unlink(missing_ok=True)
         sudoers.write_text(
-            f'Defaults env_reset, env_keep += "{" ".join(environment)}"\nroot ALL=(ALL) ALL\nops ALL=(ALL) NOPASSWD: ALL\n'
+            f'Defaults env_reset, env_keep += "{" ".join(environment)}"\n'
+            "root ALL=(ALL) ALL\nops ALL=(ALL) NOPASSWD: ALL\n"
         )
         sudoers.chmod(0o440)
         self.space.bind(sudoers, "/etc/sudoers")

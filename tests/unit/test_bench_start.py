@@ -150,10 +150,35 @@ def test_an_unknown_user_is_named(root):
 def test_under_systemd_it_is_a_unit_of_the_user_with_locked_memory():
     command = bench_start.detached_command(["bench", "run"], {"B": "2", "A": "1 x"}, "unit-1", "ops", "/r/console.log")
     assert command == [
-        "systemd-run", "--quiet", "--collect", "--unit=unit-1", "--uid=ops", "--property=LimitMEMLOCK=infinity",
+        "--quiet", "--collect", "--unit=unit-1", "--uid=ops", "--property=LimitMEMLOCK=infinity",
         "--property=KillMode=mixed", "--setenv=A=1 x", "--setenv=B=2", "/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1',
         "/r/console.log", "bench", "run",
     ]  # fmt: skip
+
+
+def test_as_root_under_systemd_the_unit_is_started_and_its_early_end_is_noticed(root, monkeypatch):
+    """systemd-run and systemctl are stood in for: the first runs its command and is done, the second knows nothing."""
+    tools = root.parent / "tools"
+    tools.mkdir()
+    (tools / "systemd-run").write_text('#!/bin/sh\nwhile [ "$1" != /bin/sh ]; do shift; done\n"$@"\nexit 0\n')
+    (tools / "systemctl").write_text("#!/bin/sh\nexit 3\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    params = {
+        "run_id": RUN, "host": "n1", "root": str(root), "folder": str(root.parent / "work"), "plan": "name: x\n",
+        "user": "", "arguments": ["--fail"], "wait_seconds": 30,
+    }  # fmt: skip
+    monkeypatch.setattr(bench_start.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(bench_start.os, "chown", lambda *_, **__: None)
+    begin = time.monotonic()
+    folder = root / "runs" / RUN
+    with pytest.raises(bench_start.StartError, match=r"the benchmark ended without a status: bench: folder .* is full"):
+        bench_start.start_detached(
+            params, bench_start.bench_command(params, str(folder / "plan.yml")), str(folder),
+            str(folder / "plan.yml"), str(tools / "systemd-run"),
+        )  # fmt: skip
+    assert time.monotonic() - begin < 20
 
 
 @pytest.mark.parametrize("owner", [{}, {"since": "never"}, {"since": 7}, {"run_id": None}])

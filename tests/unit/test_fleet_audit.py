@@ -76,12 +76,12 @@ def test_report_exits_with_the_fleets_verdict(tmp_path, reports, code, words):
 
 
 def test_a_run_that_is_not_there_names_those_that_are(tmp_path):
-    with pytest.raises(StoreError, match="there is no run in .* yet; `make run` starts one"):
+    with pytest.raises(StoreError, match=r"there is no run in .* yet; `make run` starts one"):
         open_run(tmp_path, None)
     made(tmp_path, {"a": None})
     with pytest.raises(StoreError, match=f"no run '{LATER}' in .*; the last ones: {RUN}"):
         open_run(tmp_path / "results", LATER)
-    with pytest.raises(StoreError, match="no run '../../etc'"):
+    with pytest.raises(StoreError, match=r"no run '\.\./\.\./etc'"):
         open_run(tmp_path / "results", "../../etc")
 
 

@@ -143,7 +143,7 @@ def test_a_huge_report_is_refused_before_it_is_fetched(tmp_path):
     huge = tmp_path / "report.json"
     with huge.open("wb") as file:
         file.truncate(collecting.MAX_REPORT_BYTES + 1)
-    with pytest.raises(FileTooLargeError, match="report.json"):
+    with pytest.raises(FileTooLargeError, match=r"report\.json"):
         fetch_checked(LocalHost(), str(huge), tmp_path / "here.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json"]
 

@@ -40,9 +40,10 @@ def holder(tmp_path):
 
 def test_a_second_run_is_refused_and_told_who_runs(holder):
     path, process = holder
-    with pytest.raises(
-        HostBusyError, match=f"run {OTHER}, pid {process.pid}, for \\d+ s.*make watch RUN={OTHER}"
-    ), run_lock(path, RUN):
+    with (
+        pytest.raises(HostBusyError, match=f"run {OTHER}, pid {process.pid}, for \\d+ s.*make watch RUN={OTHER}"),
+        run_lock(path, RUN),
+    ):
         pass
     assert read_owner(path).run_id == OTHER
 
@@ -70,25 +71,23 @@ def test_it_is_free_again_after_the_run_also_after_an_error(tmp_path):
 def test_a_child_that_outlived_its_killed_owner_is_named(tmp_path):
     """A forked child keeps the flock: starting beside it would measure two writers at once."""
     path = tmp_path / "run.lock"
-    script = HOLD.replace(
-        "time.sleep(60)", "import os\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)"
-    )
+    script = HOLD.replace("time.sleep(60)", "import os\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)")
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(path), OTHER], stdout=subprocess.PIPE, text=True, cwd=CHECKOUT
     )
     assert process.stdout.readline() == "held\n"
     process.wait()
     try:
-        with pytest.raises(HostBusyError, match=f"run {OTHER} .*died, but a process it left behind"):
-            with run_lock(path, RUN, grace_seconds=0.2):
-                pass
+        with (
+            pytest.raises(HostBusyError, match=f"run {OTHER} .*died, but a process it left behind"),
+            run_lock(path, RUN, grace_seconds=0.2),
+        ):
+            pass
     finally:
         _kill_holders(path)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "not json", "[]", '{"run_id": 1}', '{"run_id":"a","pid":1,"since":"never"}']
-)
+@pytest.mark.parametrize("text", ["", "not json", "[]", '{"run_id": 1}', '{"run_id":"a","pid":1,"since":"never"}'])
 def test_a_lock_file_full_of_nonsense_does_no_harm(tmp_path, text):
     path = tmp_path / "run.lock"
     path.write_text(text)
@@ -99,9 +98,11 @@ def test_a_lock_file_full_of_nonsense_does_no_harm(tmp_path, text):
 
 def test_a_lock_that_cannot_be_opened_says_what_to_do(tmp_path):
     (tmp_path / "run.lock").mkdir()
-    with pytest.raises(LockError, match=r"cannot open the lock .*run\.lock.*make provision"):
-        with run_lock(tmp_path / "run.lock", RUN):
-            pass
+    with (
+        pytest.raises(LockError, match=r"cannot open the lock .*run\.lock.*make provision"),
+        run_lock(tmp_path / "run.lock", RUN),
+    ):
+        pass
 
 
 def _kill_holders(path):

@@ -46,7 +46,8 @@ def test_the_table_of_one_host():
         r"8 x PM1743 3\.84 TB, raid0 .*xfs.*8 x H200.*torch 2\.6\.0 patched.*ceiling 21\.4 GiB/s", lines[0]
     )
     assert re.split(r" {2,}", lines[1].strip()) == [
-        "workload", "writer", "size", "durable", "vs torch_save", "of ceiling", "spread", "verified", "resumes", "status",
+        "workload", "writer", "size", "durable", "vs torch_save", "of ceiling", "spread", "verified", "resumes",
+        "status",
     ]  # fmt: skip
     cells = re.split(r" {2,}", line_of(lines, "model", "ds_aio"))
     assert cells == ["model", "ds_aio", "4 GiB", "17.9 GiB/s", "27.1 x", "84%", "14%!", "yes", "-", "ok"]

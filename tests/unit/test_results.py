@@ -56,7 +56,7 @@ def test_a_whole_report_is_read():
     ],
 )
 def test_nonsense_is_refused_with_its_place(text, words):
-    with pytest.raises(ReportError, match=".") as caught:
+    with pytest.raises(ReportError) as caught:
         parse_host_report(text, "report.json")
     assert words in str(caught.value)
     assert str(caught.value).startswith("report.json")

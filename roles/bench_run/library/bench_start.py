@@ -71,6 +71,10 @@ UNIT_PREFIX = "fastpersist-bench-"
 LOG_LINES = 12
 
 
+class StartError(Exception):
+    """The benchmark can't be started; the message says why and what to do."""
+
+
 def bench_command(params, plan_file):
     """The benchmark's command line."""
     command = [
@@ -98,13 +102,14 @@ def bench_environment(params, account):
 
 
 def detached_command(command, environment, unit, user, console):
-    """The same command below systemd: a unit of its own outlives every session of the user."""
-    settings = ["--setenv=%s=%s" % pair for pair in sorted(environment.items())]
-    # The shell opens the log: StandardOutput=append: needs a newer systemd than EL8 has.
-    shell = ["/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', console]
-    return (
-        ["systemd-run", "--quiet", "--collect", "--unit=" + unit, "--uid=" + user, "--property=LimitMEMLOCK=infinity", "--property=KillMode=mixed", *settings, *shell, *command]
-    )  # fmt: skip
+    """Arguments of systemd-run for the command: a unit of its own outlives every session of the user."""
+    return [
+        "--quiet", "--collect", "--unit=" + unit, "--uid=" + user,
+        "--property=LimitMEMLOCK=infinity", "--property=KillMode=mixed",
+        *["--setenv=%s=%s" % pair for pair in sorted(environment.items())],
+        # The shell opens the log: StandardOutput=append: needs a newer systemd than EL8 has.
+        "/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', console, *command,
+    ]  # fmt: skip
 
 
 def lock_holder(path):
@@ -159,7 +164,7 @@ def last_lines(path):
 
 
 def start(command, environment, console, account, as_root, cwd):
-    """Start the command in a session of its own and return its process."""
+    """Start the command in a session of its own; a function that says whether it has ended."""
 
     def become():
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
@@ -175,10 +180,23 @@ def start(command, environment, console, account, as_root, cwd):
             os.setuid(account.pw_uid)
 
     with open(console, "ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=cwd,
-            start_new_session=True, preexec_fn=become, close_fds=True,
+            start_new_session=True, close_fds=True,
+            preexec_fn=become,  # noqa: PLW1509  # Ansible modules have one thread
         )  # fmt: skip
+    return lambda: process.poll() is not None
+
+
+def start_unit(systemd_run, command, environment, unit, account, console):
+    """Start the command as a systemd unit; a function that says whether it has ended."""
+    words = [systemd_run, *detached_command(command, environment, unit, account.pw_name, console)]
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    if done.returncode:
+        raise StartError("systemd-run failed: %s" % done.stdout.decode("utf-8", "replace").strip())
+    return lambda: subprocess.run(["systemctl", "is-active", "--quiet", unit], check=False).returncode != 0
 
 
 def prepare(params, run_folder, plan_file, account):
@@ -209,21 +227,20 @@ def hand_over(path, account):
         os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
 
 
-def wait_for_status(status_file, process, seconds):
-    """The first status of the run, or None when the process ended or time is over before there is one."""
+def wait_for_status(status_file, ended, seconds):
+    """The first status of the run, or None when it ended (``ended()``) or time is over before there is one."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
+        over = ended()
         status = read_json(status_file)
-        if status:
+        if status or over:
             return status
-        if process is not None and process.poll() is not None:
-            return read_json(status_file)
         time.sleep(0.1)
     return None
 
 
 def dry_run(params):
-    """(exit status, output) of the benchmark's own dry run; leaves nothing behind."""
+    """What the benchmark's own dry run prints, in lines; leaves nothing behind."""
     folder = params["folder"]
     while not os.path.isdir(folder):  # made by the real run; its space is that of the parent
         folder = os.path.dirname(folder)
@@ -236,7 +253,48 @@ def dry_run(params):
             [*command, "--dry-run"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=environment, check=False,
         )  # fmt: skip
-    return done.returncode, done.stdout.decode("utf-8", "replace")
+    output = done.stdout.decode("utf-8", "replace").strip()
+    if done.returncode:
+        raise StartError(output or "bench ended with %d" % done.returncode)
+    return output.splitlines()
+
+
+def account_of(user):
+    """The pwd entry of who the benchmark runs as; this process's own when ``user`` is empty."""
+    try:
+        return pwd.getpwnam(user) if user else pwd.getpwuid(os.geteuid())
+    except KeyError:
+        raise StartError("there is no user %s on this host" % user) from None
+
+
+def start_detached(params, command, run_folder, plan_file, systemd_run):
+    """Prepare, start, and wait for the first status; its process id. ``systemd_run`` is a path or None."""
+    account = account_of(params["user"])
+    try:
+        prepare(params, run_folder, plan_file, account)
+    except OSError as error:
+        raise StartError(
+            "cannot prepare %s: %s; does the login user own %s, or may it become root?"
+            % (error.filename, error.strerror, params["root"])
+        ) from error
+    console = os.path.join(run_folder, "console.log")
+    environment = bench_environment(params, account)
+    as_root = os.geteuid() == 0
+    if as_root and systemd_run:
+        ended = start_unit(systemd_run, command, environment, UNIT_PREFIX + params["run_id"], account, console)
+    else:
+        try:
+            ended = start(command, environment, console, account, as_root, run_folder)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            raise StartError("cannot start %s: %s" % (command[0], error)) from error
+    status = wait_for_status(os.path.join(run_folder, "status.json"), ended, params["wait_seconds"])
+    if not status:
+        how = "ended" if ended() else "goes on"
+        words = " | ".join(last_lines(console)) or "it printed nothing"
+        raise StartError("the benchmark %s without a status: %s" % (how, words))
+    if status.get("state") == "failed":
+        raise StartError(str(status.get("reason") or "the benchmark failed without a reason"))
+    return status.get("pid")
 
 
 def main():
@@ -257,76 +315,39 @@ def main():
     )
     params = module.params
     run_folder = os.path.join(params["root"], "runs", params["run_id"])
-    status_file = os.path.join(run_folder, "status.json")
     plan_file = os.path.join(run_folder, "plan.yml")
-    # As bench.host.run names it.
-    work_folder = os.path.join(params["folder"], "fastpersist-bench-" + params["run_id"])
     command = bench_command(params, plan_file)
-    result = {"changed": False, "run_folder": run_folder, "command": command, "busy": False, "work_folder": work_folder}
-
-    status = read_json(status_file)
+    result = {
+        "changed": False,
+        "busy": False,
+        "command": command,
+        "run_folder": run_folder,
+        # As bench.host.run names it.
+        "work_folder": os.path.join(params["folder"], "fastpersist-bench-" + params["run_id"]),
+    }
+    status = read_json(os.path.join(run_folder, "status.json"))
     if status:
         module.exit_json(msg="this run was started before", pid=status.get("pid"), **result)
-    if not os.access(command[0], os.X_OK):
-        module.fail_json(
-            msg="%s is not there: this host is not provisioned; `make provision HOSTS=%s` does it"
-            % (command[0], params["host"]),
-            **result,
-        )
-    if params["dry_run"]:
-        code, output = dry_run(params)
-        if code:
-            module.fail_json(msg=output.strip() or "bench ended with %d" % code, **result)
-        module.exit_json(lines=output.splitlines(), **result)
-    owner = lock_holder(os.path.join(params["root"], "run.lock"))
-    if owner is not None:
-        result["busy"] = True
-        module.fail_json(msg=busy_message(owner, datetime.now(timezone.utc)), **result)
-    result["changed"] = True
-    if module.check_mode:
-        module.exit_json(msg="would start the benchmark", **result)
-
-    as_root = os.geteuid() == 0
     try:
-        account = pwd.getpwnam(params["user"]) if params["user"] else pwd.getpwuid(os.geteuid())
-    except KeyError:
-        module.fail_json(msg="there is no user %s on this host" % params["user"], **result)
-    try:
-        prepare(params, run_folder, plan_file, account)
-    except OSError as error:
-        module.fail_json(
-            msg="cannot prepare %s: %s; does the login user own %s, or may it become root?"
-            % (error.filename, error.strerror, params["root"]),
-            **result,
-        )
-    environment = bench_environment(params, account)
-    console = os.path.join(run_folder, "console.log")
-    process = None
-    if as_root and os.path.isdir("/run/systemd/system") and module.get_bin_path("systemd-run"):
-        unit = UNIT_PREFIX + params["run_id"]
-        rc, out, err = module.run_command(detached_command(command, environment, unit, account.pw_name, console))
-        if rc != 0:
-            module.fail_json(msg="systemd-run failed: %s" % (err or out).strip(), **result)
-    else:
-        try:
-            process = start(command, environment, console, account, as_root, run_folder)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            module.fail_json(msg="cannot start %s: %s" % (command[0], error), **result)
-
-    status = wait_for_status(status_file, process, params["wait_seconds"])
-    if not status:
-        lines = last_lines(console)
-        module.fail_json(
-            msg="the benchmark %s without a status: %s"
-            % (
-                "ended" if process and process.poll() is not None else "goes on",
-                " | ".join(lines) or "it printed nothing",
-            ),
-            **result,
-        )
-    if status.get("state") == "failed":
-        module.fail_json(msg=str(status.get("reason") or "the benchmark failed without a reason"), **result)
-    module.exit_json(msg="started", pid=status.get("pid"), **result)
+        if not os.access(command[0], os.X_OK):
+            raise StartError(
+                "%s is not there: this host is not provisioned; `make provision HOSTS=%s` does it"
+                % (command[0], params["host"])
+            )
+        if params["dry_run"]:
+            module.exit_json(lines=dry_run(params), **result)
+        owner = lock_holder(os.path.join(params["root"], "run.lock"))
+        if owner is not None:
+            result["busy"] = True
+            raise StartError(busy_message(owner, datetime.now(timezone.utc)))
+        result["changed"] = True
+        if module.check_mode:
+            module.exit_json(msg="would start the benchmark", **result)
+        systemd_run = module.get_bin_path("systemd-run") if os.path.isdir("/run/systemd/system") else None
+        pid = start_detached(params, command, run_folder, plan_file, systemd_run)
+    except StartError as error:
+        module.fail_json(msg=str(error), **result)
+    module.exit_json(msg="started", pid=pid, **result)
 
 
 if __name__ == "__main__":
