@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.host import gds
 from bench.host.child import CaseSpec
 from bench.results import Status
 
@@ -34,6 +35,7 @@ class CaseProcess:
     def __init__(self, spec: CaseSpec, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
+        self._writer = spec.case.writer
         receive, send = os.pipe()
         # The child's events leave through a descriptor of their own; it may land on any number here.
         with log.open("wb") as output:
@@ -67,7 +69,7 @@ class CaseProcess:
                 raise CaseEndedError("timeout", f"took over {timeout:g} s and was ended{self._last_words()}")
             piece = os.read(self._receive, 65536)
             if not piece:
-                raise CaseEndedError("failed", self._how_it_died())
+                raise self._end()
             self._pending += piece
         line, self._pending = self._pending.split(b"\n", 1)
         event: dict[str, Any] = json.loads(line)
@@ -103,8 +105,12 @@ class CaseProcess:
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(line.encode() + b"\n")
 
-    def _how_it_died(self) -> str:
+    def _end(self) -> CaseEndedError:
         self.kill()
+        explained = gds.explain_end(self._end_of_log(), gds.STATS.exists()) if self._writer == "ds_gds" else None
+        return CaseEndedError(*(explained or ("failed", self._how_it_died())))
+
+    def _how_it_died(self) -> str:
         code = self._process.returncode
         if code is None:
             return "the case's process closed its events and could not be ended"
@@ -115,8 +121,11 @@ class CaseProcess:
         return f"the case's process exited with code {code}{self._last_words()}"
 
     def _last_words(self) -> str:
+        lines = [line.strip() for line in self._end_of_log().splitlines() if line.strip()]
+        return f"; its last words: {lines[-1][:300]}" if lines else ""
+
+    def _end_of_log(self) -> str:
         """The last lines of the log, where a native exit leaves its message."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - 2000))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"; its last words: {lines[-1][:300]}" if lines else ""
+            return file.read().decode(errors="replace")
