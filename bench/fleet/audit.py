@@ -14,7 +14,7 @@ import bench
 from bench import layout, results
 from bench.fleet import ssh
 from bench.fleet.collect import Collected, collect, load, read_report
-from bench.fleet.inventory import InventoryError, Target, read_targets
+from bench.fleet.inventory import InventoryError, Target, read_targets, tool
 from bench.fleet.store import RunStore, StoreError, Targets, open_run
 from bench.fleet.verdict import NoReport, judge
 from bench.fleet.watch import Watcher
@@ -127,7 +127,7 @@ def run_playbook(controller: Controller, order: Order, store: RunStore, targets:
         **({"bench_folder": order.folder} if order.folder else {}),
     }
     command = [
-        "ansible-playbook", *[word for source in targets.inventory for word in ("--inventory", source)],
+        tool("ansible-playbook"), *[word for source in targets.inventory for word in ("--inventory", source)],
         "--limit", f"@{store.hosts_file.resolve()}", "--extra-vars", json.dumps(variables),
         *(["--forks", str(order.forks)] if order.forks else []),
         *order.playbook_arguments, str(CHECKOUT / "playbooks" / "run.yml"),

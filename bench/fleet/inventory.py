@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Host variables that say how to connect, each with the names Ansible takes for it, the first one wins.
@@ -62,7 +64,7 @@ def read_targets(inventory: Sequence[str], pattern: str) -> list[Target]:
     Raises InventoryError when there is none, or when ansible-inventory fails.
     """
     sources = [word for source in inventory for word in ("--inventory", source)]
-    command = ["ansible-inventory", *sources, "--list", "--limit", pattern]
+    command = [tool("ansible-inventory"), *sources, "--list", "--limit", pattern]
     try:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:
@@ -78,6 +80,12 @@ def read_targets(inventory: Sequence[str], pattern: str) -> list[Target]:
             "`make hosts HOSTS=all` lists the hosts there are"
         )
     return targets
+
+
+def tool(name: str) -> str:
+    """A program of Ansible's: the one installed beside our Python, whatever PATH says, else the one on PATH."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else name
 
 
 def parse_targets(listing: str) -> list[Target]:

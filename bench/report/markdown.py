@@ -35,8 +35,8 @@ def markdown(fleet: FleetReport, report_of: Callable[[HostOutcome], HostReport |
     yield ""
     yield (
         f"Plan {escape(fleet.plan)}, {fleet.started_at:%Y-%m-%d %H:%M:%S} to "
-        f"{fleet.finished_at:%Y-%m-%d %H:%M:%S} UTC, bench {escape(fleet.bench_version)}. Rates are payload bytes by the "
-        "median time until the checkpoint was durable (file and directory synced); GiB is 1024^3 bytes."
+        f"{fleet.finished_at:%Y-%m-%d %H:%M:%S} UTC, bench {escape(fleet.bench_version)}. Rates are payload bytes by "
+        "the median time until the checkpoint was durable (file and directory synced); GiB is 1024^3 bytes."
     )
     ordered = worst_first(fleet.hosts)
     yield ""
