@@ -82,6 +82,12 @@ class CaseResult(Model):
     sha256: str | None = None
     warnings: list[str] = Field(default_factory=list)
 
+    @property
+    def mechanism(self) -> str:
+        """What the row may be compared and ranked as: its writer, but a GDS row only where GDS was really used."""
+        found = self.statistics.get("mechanism")
+        return found if isinstance(found, str) and found == "gds-compat" else self.writer
+
 
 class Gpu(Model):
     name: str

@@ -123,7 +123,7 @@ def nonsense(report: HostReport) -> str | None:
 def case_key(case: CaseResult) -> str:
     """One name for the same measurement on all hosts."""
     chosen = ",".join(f"{key}={value}" for key, value in sorted(case.options.items()))
-    return f"{case.workload}|{case.writer}|{case.payload_bytes}|{chosen}"
+    return f"{case.workload}|{case.mechanism}|{case.payload_bytes}|{chosen}"
 
 
 def alike_key(report: HostReport) -> tuple[str, ...]:

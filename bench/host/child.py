@@ -23,7 +23,7 @@ from typing import IO, Any
 from pydantic import BaseModel, ConfigDict
 
 from bench.host import gds
-from bench.host.clock import settle, time_save
+from bench.host.clock import Timing, settle, time_save
 from bench.host.workloads.base import NotVerifiedError, Saved, SkipCaseError, Workload
 from bench.plan import FASTPERSIST_WRITERS, Case
 
@@ -98,7 +98,10 @@ class _Child:
             # DeepSpeed and cuFile leave their settings and log in the working directory.
             os.chdir(self.spec.folder)
         if case.writer.startswith("ds_") or case.workload == "engine":
-            ops.activate(self.spec.root)
+            folder = ops.activate(self.spec.root)
+            if case.writer == "ds_gds" and case.options.gpu and not ops.op_file(folder, "gds").exists():
+                words = f"DeepSpeed's gds op is not built here: cuFile's headers or library were missing ({gds.GUIDE})"
+                raise CaseFailedError(words) if gds.STATS.exists() else SkipCaseError(words)
         if self.spec.hook_in_process:
             hook.install_in_process()
         elif case.writer in FASTPERSIST_WRITERS and not case.options.zipfile and not hook.hook_is_live():
@@ -125,7 +128,7 @@ class _Child:
         settled = settle(self.spec.folder)
         counted = gds.read_counters()
         try:
-            saved, timing = time_save(self.workload.save, target, self._synchronize)
+            saved, timing = self._save(target)
             self.workload.disarm()
             file_bytes = sum(path.stat().st_size for path in saved.files)
             self._check_size(saved, file_bytes)
@@ -143,6 +146,17 @@ class _Child:
                 self._check(saved)
         finally:
             _remove(target)
+
+    def _save(self, target: Path) -> tuple[Saved, Timing]:
+        try:
+            return time_save(self.workload.save, target, self._synchronize)
+        except SkipCaseError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            # While the half file is still there: some writers' words do not say that the disk is full.
+            cause = "" if isinstance(error, OSError) else _why_short(self.spec.folder, PROBE_BYTES)
+            raise CaseFailedError(f"{describe(error)}{cause}") from error
 
     def _check(self, saved: Saved) -> None:
         if not self._writes():

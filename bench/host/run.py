@@ -19,6 +19,7 @@ from rich.console import Console
 import bench
 from bench import layout, stats
 from bench.host import hook, preflight
+from bench.host.array import ArrayError, ArrayFile, check_mount, load_array_file
 from bench.host.ceiling import measure_ceiling, with_drift
 from bench.host.child import CaseSpec
 from bench.host.children import CaseEndedError, CaseProcess
@@ -26,6 +27,7 @@ from bench.host.estimate import memory_bytes
 from bench.host.facts import collect_facts, filesystem_of
 from bench.host.lock import run_lock
 from bench.host.progress import RunProgress
+from bench.host.remarks import remarks
 from bench.plan import GIB, MIB, Case, Plan
 from bench.results import CaseResult, Ceiling, HostReport, Sample, Status, utc_now, write_json
 
@@ -78,9 +80,12 @@ class _Row:
 def run(settings: RunSettings, console: Console) -> HostReport:
     """Run a plan on this host and write status.json and report.json into the run's folder.
 
-    Raises FolderError, HostBusyError or HookError before anything is written into the benchmark
+    Raises FolderError, ArrayError, HostBusyError or HookError before anything is written into the benchmark
     folder, and InterruptedRunError after cleaning up when the run was interrupted.
     """
+    array = load_array_file(settings.root)
+    if array is not None and array.holds(settings.folder):
+        check_mount(settings.folder, array)
     preflight.check_folder(settings.folder)
     folder = layout.run_folder(settings.root, settings.run_id)
     settings.root.mkdir(parents=True, exist_ok=True)
@@ -89,12 +94,13 @@ def run(settings: RunSettings, console: Console) -> HostReport:
             folder / layout.STATUS_FILE, folder / layout.LOG_FILE, settings.run_id, settings.host, console
         )
         with progress.shown(), _signals_raise():
-            return _Run(settings, folder, progress).go()
+            return _Run(settings, array, folder, progress).go()
 
 
 class _Run:
-    def __init__(self, settings: RunSettings, folder: Path, progress: RunProgress) -> None:
+    def __init__(self, settings: RunSettings, array: ArrayFile | None, folder: Path, progress: RunProgress) -> None:
         self.settings = settings
+        self.array = array
         self.plan = settings.plan
         self.folder = folder
         self.progress = progress
@@ -116,6 +122,10 @@ class _Run:
         plan = self.plan.model_copy(update={"seed": self.seed})
         write_json(self.folder / layout.PLAN_FILE, plan)
         facts = collect_facts(self.settings.folder)
+        if self.array is not None and self.array.holds(self.settings.folder):
+            facts.array = self.array.facts()
+        elif self.array is not None:
+            self._warn(f"{self.settings.folder} is not on the array {self.array.name} ({self.array.mount_point})")
         patch = hook.patch_state()
         self.gpu_count = len(facts.gpus)
         report = HostReport(
@@ -306,11 +316,16 @@ class _Run:
         result = row.result
         if result.status == "ok":
             self._summarise(result)
+            result.warnings += remarks(row.case, result.statistics)
+            if result.mechanism != result.writer:
+                result.tag = result.tag.replace("gds", "gds_compat")
             self.progress.say(
-                log_line(row.case.tag, result.payload_bytes, result.payload_bytes / result.durable_bytes_per_second)
+                log_line(result.tag, result.payload_bytes, result.payload_bytes / result.durable_bytes_per_second)
                 if result.durable_bytes_per_second
-                else f"{row.case.tag} -- no bytes to save"
+                else f"{result.tag} -- no bytes to save"
             )
+            for warning in result.warnings:
+                self.progress.say(f"  warning: {warning}")
             if row.case.options.statistics and result.statistics:
                 self.progress.say(f"  stats = {result.statistics}")
         else:
@@ -374,10 +389,19 @@ class _Run:
         self.progress.say(f"warning: {words}")
 
     def _check_mount(self, source: str) -> None:
+        """A mount that went away meanwhile leaves its folder on the disk below: then no row is true."""
+        reason = None
         now = filesystem_of(self.settings.folder).source
         if now != source:
+            reason = f"the folder moved from {source} to {now} during the run: another mount"
+        elif self.array is not None and self.array.holds(self.settings.folder):
+            try:
+                check_mount(self.settings.folder, self.array)
+            except ArrayError as error:
+                reason = str(error)
+        if reason:
             for row in self.rows:
-                row.end("failed", f"the folder moved from {source} to {now} during the run: another mount")
+                row.end("failed", reason)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

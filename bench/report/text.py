@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.plan import UNWRITTEN
@@ -171,7 +171,7 @@ def _row(case: CaseResult, base: float | None) -> Row:
     rate = case.durable_bytes_per_second
     row = Row(
         workload=plain(case.workload, 12),
-        writer=plain(case.writer, 20),
+        writer=plain(case.mechanism, 20),
         tag=plain(case.tag, 30),
         size=size_words(case.payload_bytes) if case.payload_bytes else "-",
         status=case.status,
@@ -193,10 +193,15 @@ def _row(case: CaseResult, base: float | None) -> Row:
         spread=(f"{case.spread:.0%}" if case.spread is not None else "-") + ("!" if case.unstable else ""),
         verified=_yes(case.verified),
         resumes=_yes(case.resumable),
-        remark=f"does not resume: {plain(case.resume_reason)}"
-        if case.resumable is False and case.resume_reason
-        else None,
+        remark="; ".join(_remarks(case)) or None,
     )
+
+
+def _remarks(case: CaseResult) -> Iterator[str]:
+    if case.resumable is False and case.resume_reason:
+        yield f"does not resume: {plain(case.resume_reason)}"
+    for warning in case.warnings:
+        yield plain(warning)
 
 
 def _with(row: Row, **changes: str | None) -> Row:
