@@ -52,6 +52,11 @@ class ArrayFile:
     mount_options: str
     members: tuple[Member, ...]
 
+    def holds(self, folder: Path) -> bool:
+        """Whether a path is meant to be on the array: its mount point or below it, mounted or not."""
+        point = Path(self.mount_point)
+        return folder == point or point in folder.parents
+
     def facts(self) -> Array:
         """The array for a report: named as on every boot, its members by serial."""
         from bench.results import Array

@@ -25,7 +25,8 @@ def measure_ceiling(folder: Path, free_bytes: int, direct: bool = True) -> Ceili
     Writes one file of at most 2 GiB (a quarter of the free space if that is less) and removes it. The
     write rate includes the final fsync. Without fio, or when it fails, the rates are None and ``reason`` says why.
     """
-    command = fio_command(folder, min(FILE_BYTES, free_bytes // 4 // BLOCK_BYTES * BLOCK_BYTES), direct)
+    blocks = max(1, min(FILE_BYTES, free_bytes // 4) // BLOCK_BYTES)
+    command = fio_command(folder, blocks * BLOCK_BYTES, direct)
     if shutil.which("fio") is None:
         return Ceiling(tool="fio", command=command, reason="fio is not installed here; make provision installs it")
     scratch = folder / "ceiling.fio"

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from bench import layout
 from bench.host import preflight
+from bench.host.array import load_array_file
 from bench.host.estimate import file_bytes, payload_bytes
 from bench.host.facts import gpus
 from bench.host.run import InterruptedRunError, RunSettings, run
@@ -38,13 +39,14 @@ def run_plan(
     console = Console(highlight=False)
     if run_id is not None and not RUN_ID_PATTERN.match(run_id):
         raise PlanError(f"run id {run_id!r} is not of the form 20261129T174442Z-3f9c; leave it out for a new one")
-    chosen_folder = _folder(folder, make=not dry_run)
+    root = root or layout.default_runtime_root()
+    chosen_folder = _folder(folder, root, make=not dry_run)
     if dry_run:
         return _print_dry_run(plan, chosen_folder, console)
     settings = RunSettings(
         plan=plan,
         folder=chosen_folder,
-        root=root or layout.default_runtime_root(),
+        root=root,
         run_id=run_id or new_run_id(),
         host=host or platform.node(),
         hook_in_process=no_patch,
@@ -64,10 +66,13 @@ def run_plan(
     return EXIT_OK if statuses <= {"ok", "skipped"} and "ok" in statuses else EXIT_ROWS_FAILED
 
 
-def _folder(folder: Path | None, make: bool) -> Path:
-    """The folder that was named, or the default one, which is made when it is missing."""
+def _folder(folder: Path | None, root: Path, make: bool) -> Path:
+    """The folder that was named, else the mount of this host's array, else the default one, made when missing."""
     if folder is not None:
         return folder.absolute()
+    array = load_array_file(root)
+    if array is not None:
+        return Path(array.mount_point)
     default = layout.default_bench_folder()
     if make:
         default.mkdir(parents=True, exist_ok=True)
@@ -102,7 +107,7 @@ def _print_dry_run(plan: Plan, folder: Path, console: Console) -> int:
     need = max(file_bytes(case) for case in plan.cases())
     console.print(
         f"writes {total / GIB:.2f} GiB in all, at most {need / GIB:.2f} GiB at a time; "
-        f"{host.free_bytes / GIB:.2f} GiB are free",
+        + (f"{host.free_bytes / GIB:.2f} GiB are free" if host.free_bytes is not None else "free space not known"),
         soft_wrap=True,
     )
     return EXIT_ROWS_FAILED if problems else EXIT_OK

@@ -32,10 +32,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Host:
-    """What the checks look at. ``gpu_count`` GPUs, ``direct`` whether the folder takes O_DIRECT."""
+    """What the checks look at. ``gpu_count`` GPUs, ``direct`` whether the folder takes O_DIRECT.
+
+    ``free_bytes`` is None where the filesystem does not say (ramfs), ``aio_slots`` where the kernel does not.
+    """
 
     memory_available_bytes: int
-    free_bytes: int
+    free_bytes: int | None
     gpu_count: int
     direct: bool
     aio_slots: int | None
@@ -79,7 +82,7 @@ def look_at_host(folder: Path, gpu_count: int) -> Host:
     space = os.statvfs(folder)
     return Host(
         memory_available_bytes=memory_available(),
-        free_bytes=space.f_frsize * space.f_bavail,
+        free_bytes=space.f_frsize * space.f_bavail if space.f_blocks else None,
         gpu_count=gpu_count,
         direct=takes_direct_io(folder),
         aio_slots=_aio_slots(),
@@ -108,7 +111,7 @@ def _refusals(case: Case, host: Host) -> Iterator[Refusal]:
             "needed; close what holds them or raise fs.aio-max-nr with sysctl",
         )
     need, memory = file_bytes(case), memory_bytes(case)
-    if need > host.free_bytes:
+    if host.free_bytes is not None and need > host.free_bytes:
         yield Refusal("failed", f"needs {need / GIB:.2f} GiB of space, {host.free_bytes / GIB:.2f} GiB are free")
     if memory > host.memory_available_bytes:
         available = host.memory_available_bytes / GIB

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from benching import CHECKOUT, Bench, bench_environment, report_of, rows_of
+from benching import CHECKOUT, Bench, await_phase, bench_environment, report_of, rows_of, started, write_plan
 
 from bench.results import parse_status
 
@@ -28,20 +23,6 @@ def folder(tmp_path: Path) -> Path:
     place = tmp_path / "checkpoints"
     place.mkdir()
     return place
-
-
-def write_plan(path: Path, **changes: Any) -> Path:
-    plan = {
-        "name": "mine",
-        "repetitions": 1,
-        "warmup": 0,
-        "benchmarks": [
-            {"workload": "tensor", "writers": ["torch_save", "ds_aio"], "options": {"size_bytes": 3_000_001}}
-        ],
-        **changes,
-    }
-    path.write_text(json.dumps(plan))  # JSON is YAML
-    return path
 
 
 def test_the_tensor_benchmark_measures_verifies_and_cleans_up(bench: Bench, folder: Path, tmp_path: Path) -> None:
@@ -191,31 +172,6 @@ def test_python_without_asserts_is_refused(how: list[str], tmp_path: Path, runti
     )  # fmt: skip
     assert done.returncode != 0
     assert "refusing to run under python -O" in done.stderr
-
-
-@contextmanager
-def started(tmp_path: Path, runtime_root: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench", *arguments],
-        env=bench_environment(tmp_path, runtime_root), cwd=CHECKOUT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def await_phase(tmp_path: Path, phase: str, timeout: float = 120) -> Any:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        for path in (tmp_path / "runtime").glob("runs/*/status.json"):
-            status = parse_status(path.read_bytes(), str(path))
-            if status.phase == phase:
-                return status
-        time.sleep(0.05)
-    raise AssertionError(f"no run came to the phase {phase!r}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
