@@ -90,7 +90,7 @@ install.cert='/etc/site.pem'
 
 def test_an_index_that_only_pip_knows_reaches_uv() -> None:
     settings = module.parse_pip_settings(PIP)
-    extra = module.uv_environment({}, "", "", "", settings)
+    extra = module.uv_environment({}, "", settings)
     assert extra["UV_DEFAULT_INDEX"] == "https://a.example/simple"
     assert extra["UV_INDEX"] == "https://b.example/simple https://c.example/simple"
     assert extra["UV_INDEX_STRATEGY"] == "unsafe-best-match"
@@ -98,8 +98,8 @@ def test_an_index_that_only_pip_knows_reaches_uv() -> None:
 
 
 def test_a_sites_own_certificate_authority_reaches_uv() -> None:
-    assert module.uv_environment({}, "", "", "", {}, True)["UV_SYSTEM_CERTS"] == "true"
-    assert "UV_SYSTEM_CERTS" not in module.uv_environment({"UV_SYSTEM_CERTS": "false"}, "", "", "", {}, True)
+    assert module.uv_environment({}, "", {}, True)["UV_SYSTEM_CERTS"] == "true"
+    assert "UV_SYSTEM_CERTS" not in module.uv_environment({"UV_SYSTEM_CERTS": "false"}, "", {}, True)
 
 
 def test_the_environment_wins_in_pips_settings() -> None:
@@ -108,18 +108,22 @@ def test_the_environment_wins_in_pips_settings() -> None:
 
 
 def test_uvs_own_index_wins_over_pips() -> None:
-    extra = module.uv_environment({"UV_DEFAULT_INDEX": "https://u.example"}, "", "", "", module.parse_pip_settings(PIP))
+    extra = module.uv_environment({"UV_DEFAULT_INDEX": "https://u.example"}, "", module.parse_pip_settings(PIP))
     assert "UV_DEFAULT_INDEX" not in extra
     assert "UV_INDEX" not in extra
 
 
-def test_a_named_index_wins_over_all_and_a_wheel_folder_over_any_index() -> None:
-    settings = module.parse_pip_settings(PIP)
-    assert module.uv_environment({}, "https://x.example", "", "", settings)["UV_DEFAULT_INDEX"] == "https://x.example"
-    extra = module.uv_environment({}, "https://x.example", "/mnt/wheels", "", settings)
-    assert (extra["UV_NO_INDEX"], extra["UV_FIND_LINKS"]) == ("1", "/mnt/wheels")
-    assert "UV_DEFAULT_INDEX" not in extra
-    assert module.pip_index_options("https://x.example", "/mnt/wheels") == ["--no-index", "--find-links", "/mnt/wheels"]
+def test_a_wheel_folder_wins_over_an_index() -> None:
+    assert module.index_options("https://x.example", "") == ["--index-url", "https://x.example"]
+    assert module.index_options("https://x.example", "/mnt/wheels") == ["--no-index", "--find-links", "/mnt/wheels"]
+
+
+def test_a_password_in_an_index_is_not_shown(tmp_path: Path) -> None:
+    environment = module.Environment(parameters(tmp_path))
+    with pytest.raises(module.StepError) as caught:
+        environment.run(["sh", "-c", "echo cannot reach $0; exit 1", "https://me:secret@index.example/simple"])
+    assert "secret" not in str(caught.value)
+    assert "https://***@index.example/simple" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def plan(seen, stamp, wanted):
     return steps
 
 
-def uv_environment(environment, index, wheel_dir, uv_cache, pip_settings, system_certificates=False):
+def uv_environment(environment, uv_cache, pip_settings, system_certificates=False):
     """What uv is started with, beyond the host's environment.
 
     A site often has its index in pip's configuration only. Where uv has none of its own, it gets
@@ -188,11 +188,7 @@ def uv_environment(environment, index, wheel_dir, uv_cache, pip_settings, system
     extra = {"UV_PYTHON_DOWNLOADS": "never", "UV_LINK_MODE": environment.get("UV_LINK_MODE", "")}
     if uv_cache:
         extra["UV_CACHE_DIR"] = uv_cache
-    if wheel_dir:
-        extra.update(UV_NO_INDEX="1", UV_FIND_LINKS=wheel_dir)
-    elif index:
-        extra["UV_DEFAULT_INDEX"] = index
-    elif pip_settings.get("index-url") and not (environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL")):
+    if pip_settings.get("index-url") and not (environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL")):
         extra["UV_DEFAULT_INDEX"] = pip_settings["index-url"]
         others = pip_settings.get("extra-index-url", "").split()
         if others:
@@ -205,11 +201,16 @@ def uv_environment(environment, index, wheel_dir, uv_cache, pip_settings, system
     return {key: value for key, value in extra.items() if value}
 
 
-def pip_index_options(index, wheel_dir):
-    """Options for the one pip call, which installs uv."""
+def index_options(index, wheel_dir):
+    """Options of pip and uv alike: where packages come from, when this role was told."""
     if wheel_dir:
         return ["--no-index", "--find-links", wheel_dir]
     return ["--index-url", index] if index else []
+
+
+def without_password(text):
+    """The text with user and password taken out of addresses."""
+    return re.sub(r"://[^/\s@]+@", "://***@", text)
 
 
 def parse_pip_settings(text):
@@ -327,7 +328,10 @@ class Environment:
             words = "\n".join(line for line in output.strip().splitlines()[-15:])
             raise StepError(
                 "`{}` failed with exit code {}:\n{}\nWhat to do: {}".format(
-                    " ".join(command), done.returncode, words, advice(output, self.params["wheel_dir"])
+                    without_password(" ".join(command)),
+                    done.returncode,
+                    without_password(words),
+                    advice(output, self.params["wheel_dir"]),
                 )
             )
         return output
@@ -352,7 +356,7 @@ class Environment:
                 with open(files[name], "w", encoding="utf-8") as file:
                     file.write(text)
             pip = [self.python, "-I", "-m", "pip", "--disable-pip-version-check"]
-            options = pip_index_options(self.params["index"], self.params["wheel_dir"])
+            options = index_options(self.params["index"], self.params["wheel_dir"])
             self.run(
                 [
                     *pip,
@@ -366,8 +370,8 @@ class Environment:
                     files["uv"],
                 ]
             )
-            settings = parse_pip_settings(self.run([*pip, "config", "list"]))
-            hashed = ["--require-hashes", "--no-deps", "--no-build-isolation"]
+            settings = {} if options else parse_pip_settings(self.run([*pip, "config", "list"]))
+            hashed = [*options, "--require-hashes", "--no-deps", "--no-build-isolation"]
             self.uv("install", *hashed, "-r", files["build"], settings=settings)
             rest = [word for name in sorted(files) if name.startswith("pins") for word in ("-r", files[name])]
             self.uv("install", *hashed, *rest, settings=settings)
@@ -383,14 +387,8 @@ class Environment:
 
     def uv(self, verb, *arguments, settings):
         """``uv pip VERB`` into this environment."""
-        extra = uv_environment(
-            os.environ,
-            self.params["index"],
-            self.params["wheel_dir"],
-            self.params["uv_cache"],
-            settings,
-            any(os.path.exists(store) for store in CERTIFICATE_STORES),
-        )
+        trusted = any(os.path.exists(store) for store in CERTIFICATE_STORES)
+        extra = uv_environment(os.environ, self.params["uv_cache"], settings, trusted)
         # Source distributions build with what is in the environment: its ninja must be found.
         extra["PATH"] = os.path.join(self.folder, "bin") + os.pathsep + os.environ.get("PATH", os.defpath)
         uv = os.path.join(self.folder, "bin", "uv")
