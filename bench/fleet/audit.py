@@ -16,7 +16,7 @@ from bench.fleet import ssh
 from bench.fleet.collect import Collected, collect, load, read_report
 from bench.fleet.inventory import InventoryError, Target, read_targets, tool
 from bench.fleet.store import RunStore, StoreError, Targets, open_run
-from bench.fleet.verdict import NoReport, judge
+from bench.fleet.verdict import FleetRate, NoReport, fleet_rates, judge
 from bench.fleet.watch import Watcher
 from bench.plan import load_plan
 from bench.report.markdown import markdown
@@ -180,7 +180,7 @@ def collect_run(controller: Controller, store: RunStore, said: Callable[[Collect
     store.write_missing([*gone, *(one.missing for one in found if one.missing is not None)])
 
 
-def report_run(store: RunStore) -> FleetReport:
+def report_run(store: RunStore) -> tuple[FleetReport, list[FleetRate]]:
     """Judge every targeted host and write fleet.json, report.md and the link to the latest run."""
     targets = store.targets()
     digests, without = load(store, targets, store.missing())
@@ -193,13 +193,14 @@ def report_run(store: RunStore) -> FleetReport:
         hosts=judge(digests, without),
     )
     results.write_json(store.folder / layout.FLEET_FILE, fleet)
+    rates = fleet_rates(digests)
     reader = report_reader(store, targets)
     partial = store.folder / f".{layout.MARKDOWN_FILE}.part"
     with partial.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in markdown(fleet, reader))
+        file.writelines(f"{line}\n" for line in markdown(fleet, rates, reader))
     partial.replace(store.folder / layout.MARKDOWN_FILE)
     store.link_latest()
-    return fleet
+    return fleet, rates
 
 
 def report_reader(store: RunStore, targets: Targets) -> Callable[[HostOutcome], HostReport | None]:

@@ -189,11 +189,11 @@ def _collect(controller: Controller, store: RunStore) -> None:
 
 
 def _report(store: RunStore) -> ExitCode:
-    fleet = auditing.report_run(store)
+    fleet, rates = auditing.report_run(store)
     reader = auditing.report_reader(store, store.targets())
     page = (store.folder / layout.MARKDOWN_FILE).resolve()
     where = str(page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page)
-    for line in fleet_lines(fleet, reader, _width(), where):
+    for line in fleet_lines(fleet, rates, reader, _width(), where):
         typer.echo(line)
     return exit_code(fleet.hosts)
 

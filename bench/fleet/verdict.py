@@ -139,6 +139,34 @@ def alike_key(report: HostReport) -> tuple[str, ...]:
     )
 
 
+@dataclass(frozen=True)
+class FleetRate:
+    """One measurement over the hosts that made it; rates in bytes per second."""
+
+    workload: str
+    writer: str
+    hosts: int
+    lowest: float
+    lowest_host: str
+    median: float
+    highest: float
+
+
+def fleet_rates(digests: Iterable[Digest]) -> list[FleetRate]:
+    """How fast each writer is over the fleet, in the order in which hosts measured."""
+    found: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for one in digests:
+        for case, rate in one.rates.items():
+            found[case].append((rate, one.host))
+    rates = []
+    for case, members in found.items():
+        workload, writer = case.split("|")[:2]
+        middle = stats.median([rate for rate, _ in members])
+        lowest, host = min(members)
+        rates.append(FleetRate(workload, writer, len(members), lowest, host, middle, max(members)[0]))
+    return rates
+
+
 def judge(digests: Iterable[Digest], missing: Iterable[NoReport]) -> list[HostOutcome]:
     """One outcome for every host, sorted by name."""
     digests = list(digests)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from bench.fleet.verdict import FleetRate
 from bench.report.text import Row, final_line, fleet_verdict, header_lines, rows, worst_first
 from bench.results import FleetReport, HostOutcome, HostReport
-from bench.words import plain
+from bench.words import gib_per_second, plain
 
 # Whole tables of so many hosts at most, those that need a look first; every host has its line in the summary.
 MAX_TABLES = 100
@@ -27,7 +28,9 @@ TITLES = (
 )
 
 
-def markdown(fleet: FleetReport, report_of: Callable[[HostOutcome], HostReport | None]) -> Iterator[str]:
+def markdown(
+    fleet: FleetReport, rates: Sequence[FleetRate], report_of: Callable[[HostOutcome], HostReport | None]
+) -> Iterator[str]:
     """The lines of report.md. Reports are read one at a time."""
     yield f"# Checkpoint audit {fleet.run_id}"
     yield ""
@@ -44,10 +47,25 @@ def markdown(fleet: FleetReport, report_of: Callable[[HostOutcome], HostReport |
     yield "|---|---|---|"
     for outcome in ordered:
         yield f"| {escape(outcome.name)} | {outcome.verdict} | {escape(outcome.reason or '')} |"
+    if rates and len(ordered) > 1:
+        yield from rate_section(rates)
     for outcome in [one for one in ordered if one.report is not None][:MAX_TABLES]:
         report = report_of(outcome)
         if report is not None:
             yield from host_section(outcome, report)
+
+
+def rate_section(rates: Sequence[FleetRate]) -> Iterator[str]:
+    """How fast each writer is over the fleet."""
+    yield ""
+    yield "## The fleet"
+    yield ""
+    yield "| workload | writer | hosts | median | highest | lowest | on |"
+    yield "|---|---|---:|---:|---:|---:|---|"
+    for rate in rates:
+        figures = (gib_per_second(value) for value in (rate.median, rate.highest, rate.lowest))
+        cells = (rate.workload, rate.writer, str(rate.hosts), *figures, rate.lowest_host)
+        yield "| " + " | ".join(escape(cell) for cell in cells) + " |"
 
 
 def host_section(outcome: HostOutcome, report: HostReport) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bench.fleet.verdict import FleetRate
 from bench.plan import UNWRITTEN
 from bench.results import CaseResult, FleetReport, HostOutcome, HostReport
 from bench.words import duration, gib_per_second, plain, size_words
@@ -100,7 +101,8 @@ def header_lines(report: HostReport) -> list[str]:
         words.append(f"ceiling {gib_per_second(report.ceiling.write_bytes_per_second)}")
     elif report.ceiling and report.ceiling.reason:
         words.append(f"no ceiling: {plain(report.ceiling.reason, 120)}")
-    return ["   ".join(word for word in words if word)]
+    first = "   ".join(word for word in words if word)
+    return [first, *(f"    {plain(warning)}" for warning in report.warnings)]
 
 
 def final_line(outcome: HostOutcome, report: HostReport | None, where: str) -> str:
@@ -121,7 +123,11 @@ def time_spent(report: HostReport, total: float) -> list[tuple[str, float]]:
 
 
 def fleet_lines(
-    fleet: FleetReport, report_of: Callable[[HostOutcome], HostReport | None], width: int, where: str
+    fleet: FleetReport,
+    rates: Sequence[FleetRate],
+    report_of: Callable[[HostOutcome], HostReport | None],
+    width: int,
+    where: str,
 ) -> list[str]:
     """All that is printed at the end: tables, one line for each host that did not pass, and the verdict."""
     if len(fleet.hosts) == 1:
@@ -140,6 +146,8 @@ def fleet_lines(
         report = report_of(outcome)
         if report is not None:
             lines += [*host_lines(report, width), ""]
+    if rates:
+        lines += [*rate_lines(rates), ""]
     telling = ordered if len(ordered) <= MAX_LINES else [one for one in ordered if one.verdict != "PASS"][:MAX_LINES]
     names = max((len(plain(one.name, 60)) for one in telling), default=4)
     for outcome in telling:
@@ -150,6 +158,25 @@ def fleet_lines(
     if untold:
         lines.append(f"and {untold} more")
     return [*lines, f"{fleet_verdict(fleet.hosts)}   {where}"]
+
+
+def rate_lines(rates: Sequence[FleetRate]) -> list[str]:
+    """How fast each writer is over the fleet, durably, and who is last."""
+    cells = [("workload", "writer", "hosts", "median", "highest", "lowest", "")]
+    cells += [
+        (
+            plain(rate.workload, 12),
+            plain(rate.writer, 20),
+            str(rate.hosts),
+            gib_per_second(rate.median),
+            gib_per_second(rate.highest),
+            gib_per_second(rate.lowest),
+            f"on {plain(rate.lowest_host, 40)}",
+        )
+        for rate in rates
+    ]
+    widths = [max(len(row[place]) for row in cells) for place in range(6)]
+    return [f"{_join(row[:6], widths)}  {row[6]}".rstrip() for row in cells]
 
 
 def fleet_verdict(hosts: Sequence[HostOutcome]) -> str:

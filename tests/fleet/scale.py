@@ -57,8 +57,8 @@ def measure(count: int) -> dict[str, float]:
         store = make_fleet(Path(folder), count)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         begin = time.monotonic()
-        fleet = report_run(store)
-        lines = fleet_lines(fleet, report_reader(store, store.targets()), 140, "report.md")
+        fleet, rates = report_run(store)
+        lines = fleet_lines(fleet, rates, report_reader(store, store.targets()), 140, "report.md")
         seconds = time.monotonic() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

@@ -49,7 +49,7 @@ def controller(tmp_path: Path) -> Controller:
 
 def test_report_writes_every_page_and_the_link(tmp_path):
     store = made(tmp_path, {"a": report("a"), "b": None})
-    fleet = report_run(store)
+    fleet, _ = report_run(store)
     assert [(host.name, host.verdict) for host in fleet.hosts] == [("a", "PASS"), ("b", "FAILED")]
     data = json.loads((store.folder / "fleet.json").read_text())
     assert data["hosts"][0] == {"name": "a", "verdict": "PASS", "reason": None, "report": "a/report.json"}

@@ -7,6 +7,7 @@ import re
 import pytest
 from synthetic import BEGIN, RUN, host_report, report, row
 
+from bench.fleet.verdict import digest, fleet_rates
 from bench.report.markdown import escape, markdown
 from bench.report.text import fleet_lines, host_lines
 from bench.results import FleetReport, HostOutcome
@@ -28,6 +29,9 @@ ROWS = [
         resume_reason="DeepSpeed looks for another file name (docs/resume.md)",
     ),
 ]
+
+
+RATES = fleet_rates(digest(host_report(name, speed), "r") for name, speed in (("a", 1), ("b", 0.5), ("c", 19 / 18)))
 
 
 def fleet(*outcomes: HostOutcome) -> FleetReport:
@@ -88,7 +92,7 @@ def test_a_narrow_terminal_keeps_the_rates():
 
 def test_one_host_ends_with_its_verdict_and_where_the_time_went():
     outcome = HostOutcome(name="gpu-node-1", verdict="PASS", report="gpu-node-1/report.json")
-    lines = fleet_lines(fleet(outcome), lambda _: host_report(), 140, "results/x/report.md")
+    lines = fleet_lines(fleet(outcome), [], lambda _: host_report(), 140, "results/x/report.md")
     assert lines[-1] == "PASS in 3:12 (saves 1:40, verify 52 s, data 20 s, rest 20 s)   results/x/report.md"
 
 
@@ -96,11 +100,23 @@ def test_a_large_fleet_names_everybody_who_did_not_pass_and_counts_the_rest():
     outcomes = [HostOutcome(name=f"n{n:03}", verdict="PASS", report="r") for n in range(195)]
     outcomes += [HostOutcome(name=f"x{n}", verdict="UNREACHABLE", reason="no route") for n in range(3)]
     outcomes += [HostOutcome(name="y", verdict="FAILED", reason="disk full"), HostOutcome(name="z", verdict="SLOW")]
-    lines = fleet_lines(fleet(*outcomes), lambda _: None, 100, "r.md")
+    lines = fleet_lines(fleet(*outcomes), [], lambda _: None, 100, "r.md")
     assert re.match(r"y +FAILED +disk full", line_of(lines, "y  "))
     assert sum("UNREACHABLE  no route" in line for line in lines) == 3
     assert lines[-1] == "FAILED: 1 FAILED, 3 UNREACHABLE, 1 SLOW, 195 PASS of 200 hosts   r.md"
     assert len(lines) < 10
+
+
+def test_a_fleet_sees_how_fast_each_writer_is_and_who_is_last():
+    outcomes = [HostOutcome(name=name, verdict="PASS", report="r") for name in "abcdef"]
+    lines = fleet_lines(fleet(*outcomes), RATES, lambda _: None, 100, "r.md")
+    cells = re.split(r" {2,}", line_of(lines, "model", "ds_aio"))
+    assert cells == ["model", "ds_aio", "3", "18.0 GiB/s", "19.0 GiB/s", "9.00 GiB/s", "on b"]
+    assert not any("ds_mock" in line for line in lines)
+
+
+def test_a_hosts_warnings_are_told():
+    assert "    the ceiling fell by 30 %" in host_lines(host_report(warnings=["the ceiling fell by 30 %"]), 140)
 
 
 def test_words_of_a_host_can_do_nothing_to_the_terminal():
@@ -115,7 +131,7 @@ def test_words_of_a_host_can_do_nothing_to_the_page():
     evil = "<script>alert(1)</script> | [x](http://e) `c` # h\n| node-2 | PASS |"
     outcome = HostOutcome(name="<img src=x>", verdict="FAILED", reason=evil, report="r")
     made = host_report(cases=[row("model", "ds_aio", 1, status="failed", reason=evil)])
-    page = "\n".join(markdown(fleet(outcome), lambda _: made))
+    page = "\n".join(markdown(fleet(outcome), [], lambda _: made))
     assert "<script" not in page
     assert "<img" not in page
     assert re.search(r"^\| .*img src=x.* \| FAILED \|", page, re.M)
@@ -128,8 +144,9 @@ def test_the_page_has_every_host_and_the_tables():
         HostOutcome(name="a", verdict="PASS", report="a/report.json"),
         HostOutcome(name="b", verdict="UNREACHABLE", reason="no route"),
     ]
-    page = "\n".join(markdown(fleet(*outcomes), lambda _: host_report(cases=ROWS)))
+    page = "\n".join(markdown(fleet(*outcomes), RATES, lambda _: host_report(cases=ROWS)))
     assert "| a | PASS |  |" in page
+    assert "| model | ds\\_aio | 3 | 18.0 GiB/s | 19.0 GiB/s | 9.00 GiB/s | b |" in page
     assert "| b | UNREACHABLE | no route |" in page
     table = [line for line in page.splitlines() if line.startswith("|") and "test" in line]
     assert len(table) == len(ROWS)
