@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from bench.host import gds
+from bench.host import gds, gpu
 from bench.host.clock import Timing, settle, time_save
 from bench.host.workloads.base import NotVerifiedError, Saved, SkipCaseError, Workload
 from bench.plan import FASTPERSIST_WRITERS, Case
@@ -58,7 +58,7 @@ def main() -> None:
         _Child(spec, events).serve(sys.stdin)
     except SkipCaseError as error:
         _tell(events, "ended", status="skipped", reason=str(error))
-    except (CaseFailedError, NotVerifiedError) as error:
+    except (CaseFailedError, NotVerifiedError, gpu.GpuError) as error:
         _tell(events, "ended", status="failed", reason=str(error))
     except Exception as error:
         traceback.print_exc()
@@ -94,6 +94,9 @@ class _Child:
         from bench.host.workloads import make_workload
 
         case = self.spec.case
+        if case.options.gpu:
+            gpu.count_as_nvidia_smi_does()
+            gpu.take(case.options.device)
         if case.writer == "ds_gds":
             # DeepSpeed and cuFile leave their settings and log in the working directory.
             os.chdir(self.spec.folder)

@@ -13,6 +13,9 @@ FILE_OVERHEAD = 1.02
 FILE_OVERHEAD_BYTES = 16 * 1024**2
 # A process with torch, DeepSpeed and transformers loaded, without data; measured 0.6 GB, rounded up.
 PROCESS_BYTES = 1024**3
+# What CUDA and its libraries take on top, on the host and on the GPU; an H200 under CUDA 13, rounded up.
+CUDA_PROCESS_BYTES = 2 * 1024**3
+CUDA_CONTEXT_BYTES = 1024**3
 
 
 def payload_bytes(case: Case) -> int | None:
@@ -40,8 +43,22 @@ def file_bytes(case: Case) -> int:
 
 def memory_bytes(case: Case) -> int:
     """Host memory that one case's process holds while it waits and saves, from its payload and buffers."""
-    held = 0 if case.options.gpu else (payload_bytes(case) or 0)
-    if case.workload in ("engine", "roundtrip"):
-        # The engine holds gradients' and optimizer's space beside the model, a round trip what it loaded.
-        held *= 2
-    return held + case.options.io_buffer_bytes + PROCESS_BYTES
+    options = case.options
+    payload = payload_bytes(case) or 0
+    # The engine holds gradients' and optimizer's space beside the model, a round trip what it loaded.
+    copies = 2 if case.workload in ("engine", "roundtrip") else 1
+    if options.gpu and not options.cpu_offload:
+        copies -= 1
+    process = PROCESS_BYTES + (CUDA_PROCESS_BYTES if options.gpu else 0)
+    return copies * payload + options.io_buffer_bytes + process
+
+
+def gpu_memory_bytes(case: Case) -> int:
+    """GPU memory that one case's process holds, 0 for a case on the CPU."""
+    options = case.options
+    if not options.gpu:
+        return 0
+    # An engine has flat copies and gradients of its parameters beside what it saves.
+    held = (payload_bytes(case) or 0) * (1.5 if case.workload == "engine" else 1)
+    buffer = options.io_buffer_bytes if case.writer == "ds_gds" else 0
+    return int(held) + buffer + CUDA_CONTEXT_BYTES

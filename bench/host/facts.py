@@ -121,19 +121,34 @@ def _array(name: str) -> Array:
 
 def gpus() -> list[Gpu]:
     """The GPUs that nvidia-smi shows, none without it."""
+    return [
+        Gpu(name=name, memory_bytes=int(memory) * 1024**2, driver=driver)
+        for name, memory, driver in _nvidia_smi("name", "memory.total", "driver_version")
+        if memory.isdigit()
+    ]
+
+
+def gpu_free_bytes() -> list[int]:
+    """Free memory of each GPU in bytes, by PCI address, as the cases number them.
+
+    Empty where it is not known: no nvidia-smi, or a CUDA_VISIBLE_DEVICES that gives the GPUs other numbers.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return []
+    return [int(free) * 1024**2 for (free,) in _nvidia_smi("memory.free") if free.isdigit()]
+
+
+def _nvidia_smi(*fields: str) -> list[list[str]]:
+    """What nvidia-smi says, a list a GPU; nothing where it is not installed or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return []
-    rows = [[cell.strip() for cell in row] for row in csv.reader(output.splitlines()) if len(row) == 3]
-    return [
-        Gpu(name=name, memory_bytes=int(memory) * 1024**2, driver=driver)
-        for name, memory, driver in rows
-        if memory.isdigit()
-    ]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(output.splitlines())]
+    return [row for row in rows if len(row) == len(fields)]
 
 
 def _software() -> dict[str, str | None]:

@@ -55,7 +55,7 @@ def parse_counters(text: str) -> Counters | None:
     writes = re.search(r"^Writes\s*:.*?\bok=(\d+)", text, re.MULTILINE)
     if writes is None:
         return None
-    switched_off = re.search(r"\bIO stats:\s*Disabled", text, re.IGNORECASE)
+    switched_off = re.search(r"^IO stats:\s*Disabled", text, re.MULTILINE | re.IGNORECASE)
     return Counters(int(writes[1]), switched_off is None)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.host.estimate import file_bytes, memory_bytes
+from bench.host.estimate import file_bytes, gpu_memory_bytes, memory_bytes
+from bench.host.facts import gpu_free_bytes
 from bench.plan import GIB, Case
 from bench.results import Status
 
@@ -34,6 +35,7 @@ class Refusal:
 class Host:
     """What the checks look at. ``gpu_count`` GPUs, ``direct`` whether the folder takes O_DIRECT.
 
+    ``gpu_free_bytes``: free memory of each GPU, empty where nvidia-smi does not say.
     ``free_bytes`` is None where the filesystem does not say (ramfs), ``aio_slots`` where the kernel does not.
     """
 
@@ -42,6 +44,7 @@ class Host:
     gpu_count: int
     direct: bool
     aio_slots: int | None
+    gpu_free_bytes: tuple[int, ...] = ()
 
 
 def check_folder(folder: Path) -> None:
@@ -86,6 +89,7 @@ def look_at_host(folder: Path, gpu_count: int) -> Host:
         gpu_count=gpu_count,
         direct=takes_direct_io(folder),
         aio_slots=_aio_slots(),
+        gpu_free_bytes=tuple(gpu_free_bytes()) if gpu_count else (),
     )
 
 
@@ -116,6 +120,14 @@ def _refusals(case: Case, host: Host) -> Iterator[Refusal]:
     if memory > host.memory_available_bytes:
         available = host.memory_available_bytes / GIB
         yield Refusal("skipped", f"needs about {memory / GIB:.1f} GiB of memory, {available:.1f} GiB are available")
+    on_gpu = gpu_memory_bytes(case)
+    if options.device < len(host.gpu_free_bytes) and on_gpu > host.gpu_free_bytes[options.device]:
+        yield Refusal(
+            "skipped",
+            f"needs about {on_gpu / GIB:.1f} GiB on GPU {options.device}, "
+            f"{host.gpu_free_bytes[options.device] / GIB:.1f} GiB are free; end what holds it (nvidia-smi), or use "
+            "a smaller model",
+        )
 
 
 def needed_aio_slots(case: Case) -> int:

@@ -23,8 +23,8 @@ from bench.host.array import ArrayError, ArrayFile, check_mount, load_array_file
 from bench.host.ceiling import measure_ceiling, with_drift
 from bench.host.child import CaseSpec
 from bench.host.children import CaseEndedError, CaseProcess
-from bench.host.estimate import memory_bytes
-from bench.host.facts import collect_facts, filesystem_of
+from bench.host.estimate import gpu_memory_bytes, memory_bytes
+from bench.host.facts import collect_facts, filesystem_of, gpu_free_bytes
 from bench.host.lock import run_lock
 from bench.host.progress import RunProgress
 from bench.host.remarks import remarks
@@ -178,16 +178,27 @@ class _Run:
         rows = iter(self.rows)
         for benchmark in self.plan.benchmarks:
             group = [next(rows) for _ in benchmark.writers]
-            need = sum(memory_bytes(row.case) for row in group)
-            if need > MEMORY_SHARE * preflight.memory_available():
+            short = self._short_of_memory([row.case for row in group])
+            if short is not None:
                 self._warn(
-                    f"{benchmark.workload}: {need / GIB:.1f} GiB of memory would be needed to take the writers in "
+                    f"{benchmark.workload}: {short} would be needed to take the writers in "
                     "turns; they were measured one after the other instead"
                 )
             elif self.plan.sustained_seconds is None:
                 yield group
                 continue
             yield from ([row] for row in group)
+
+    def _short_of_memory(self, cases: Sequence[Case]) -> str | None:
+        """What is missing, in words, when all the cases' processes are to hold their data at once."""
+        need = sum(memory_bytes(case) for case in cases)
+        if need > MEMORY_SHARE * preflight.memory_available():
+            return f"{need / GIB:.1f} GiB of memory"
+        on_gpu = sum(gpu_memory_bytes(case) for case in cases)
+        free = gpu_free_bytes() if on_gpu else []
+        if any(on_gpu > MEMORY_SHARE * free[case.options.device] for case in cases if case.options.device < len(free)):
+            return f"{on_gpu / GIB:.1f} GiB of GPU memory"
+        return None
 
     def _measure(self, group: list[_Row]) -> None:
         host = preflight.look_at_host(self.work, self.gpu_count)

@@ -31,15 +31,26 @@ def test_a_case_that_fits_may_run() -> None:
         (case("ds_aio", queue_depth=128), replace(HOST, aio_slots=200), "failed", "fs.aio-max-nr"),
         (case(size_bytes=200 * GIB), replace(HOST, memory_available_bytes=900 * GIB), "failed", "of space"),
         (case(size_bytes=80 * GIB), HOST, "skipped", "of memory"),
+        (
+            case(size_bytes=60 * GIB, gpu=True, device=1),
+            replace(HOST, gpu_count=2, gpu_free_bytes=(140 * GIB, 20 * GIB)),
+            "skipped",
+            "on GPU 1, 20.0 GiB are free",
+        ),
     ],
 )
-def test_a_case_that_does_not_fit_is_refused_with_its_reason(
-    wanted: Case, host: Host, status: str, words: str
-) -> None:
+def test_a_case_that_does_not_fit_is_refused_with_its_reason(wanted: Case, host: Host, status: str, words: str) -> None:
     refusal = check_case(wanted, host)
     assert refusal is not None
     assert refusal.status == status
     assert words in refusal.reason
+
+
+def test_data_on_the_gpu_needs_its_memory_and_not_the_hosts() -> None:
+    on_gpu = case(size_bytes=80 * GIB, gpu=True)
+    assert check_case(on_gpu, replace(HOST, gpu_count=1, gpu_free_bytes=(140 * GIB,))) is None
+    # nvidia-smi did not say: torch will.
+    assert check_case(on_gpu, replace(HOST, gpu_count=1)) is None
 
 
 def test_plain_torch_needs_no_direct_io() -> None:
