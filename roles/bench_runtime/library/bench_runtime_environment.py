@@ -383,7 +383,7 @@ class Environment:
 
     def install_wheel(self):
         """The bench wheel, nothing else."""
-        self.uv("install", "--no-deps", "--no-index", "--reinstall", self.params["wheel"], settings={})
+        self.uv("install", "--no-cache", "--no-deps", "--no-index", "--reinstall", self.params["wheel"], settings={})
 
     def uv(self, verb, *arguments, settings):
         """``uv pip VERB`` into this environment."""
@@ -428,10 +428,7 @@ def main():
     seen = ask(environment.python)
     stamp = read_stamp(environment.stamp_path)
     todo = plan(seen, stamp, wanted)
-    diff = {
-        "before": "".join("{}\n".format(why) for step, why in todo),
-        "after": "".join("{}\n".format(step) for step, why in todo),
-    }
+    diff = {"before": "", "after": "".join("{}: {}\n".format(step, why) for step, why in todo)}
     actions = {
         "create": environment.create,
         "pins": environment.install_pins,
