@@ -221,3 +221,47 @@ def test_a_second_run_on_the_same_host_is_told_who_runs(
     assert second.returncode == 1
     assert status.run_id in second.stderr
     assert str(process.pid) in second.stderr
+
+
+def test_until_stable_goes_on_to_its_cap_or_to_five_that_agree(bench: Bench, folder: Path, tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "my.yml", repetitions=3, until_stable=True, max_repetitions=9)
+    done = bench("run", str(plan), "--folder", str(folder), "--no-ceiling")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for case in report_of(tmp_path).cases:
+        seconds = [sample.durable_seconds for sample in case.samples]
+        assert 6 <= len(seconds) <= 9
+        if len(seconds) < 9:
+            # The sample that is verified comes after the five that agreed.
+            assert (max(seconds[-6:-1]) - min(seconds[-6:-1])) / sorted(seconds[-6:-1])[2] <= 0.05
+        assert case.verified is True
+
+
+def test_sustained_counts_the_second_half_and_keeps_the_rate_over_time(
+    bench: Bench, folder: Path, tmp_path: Path
+) -> None:
+    plan = write_plan(tmp_path / "my.yml")
+    done = bench("run", str(plan), "--folder", str(folder), "--no-ceiling", "--sustained", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for case in report_of(tmp_path).cases:
+        moments = [sample.at_seconds for sample in case.samples]
+        assert moments == sorted(moments)
+        assert moments[-1] - moments[0] >= 3
+        for sample in case.samples[:-1]:
+            assert sample.warmup == (sample.at_seconds - moments[0] < 1.5)
+
+
+def test_the_report_has_the_ceiling_before_and_after_and_the_share_of_it(
+    bench: Bench, folder: Path, tmp_path: Path
+) -> None:
+    done = bench("run", str(write_plan(tmp_path / "my.yml")), "--folder", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = report_of(tmp_path)
+    assert report.ceiling is not None
+    assert report.ceiling.before_write_bytes_per_second
+    assert report.ceiling.after_write_bytes_per_second
+    assert report.ceiling.read_bytes_per_second
+    for case in report.cases:
+        share = case.durable_bytes_per_second / report.ceiling.write_bytes_per_second
+        assert case.ceiling_share == pytest.approx(share)
+    assert set(report.time_spent) >= {"ceiling", "setup", "saves", "verify", "rest"}
+    assert not list(folder.iterdir())

@@ -108,3 +108,17 @@ def test_on_gpu_moves_every_benchmark() -> None:
 def test_every_fastpersist_writer_has_a_tag() -> None:
     assert set(FASTPERSIST_WRITERS) <= set(WRITER_TAGS)
     assert len(set(WRITER_TAGS.values())) == len(WRITER_TAGS)
+
+
+def test_two_ways_to_end_a_case_are_one_too_many() -> None:
+    with pytest.raises(PlanError, match="two ways to end a case"):
+        parse_plan({**plan_of(), "until_stable": True, "sustained_seconds": 60}, "my.yml")
+    with pytest.raises(PlanError, match="max_repetitions is below repetitions"):
+        parse_plan({**plan_of(), "until_stable": True, "max_repetitions": 2}, "my.yml")
+
+
+def test_a_changed_plan_is_checked_again() -> None:
+    plan = load_plan("quick")
+    assert plan.changed({"sustained_seconds": 60.0}).sustained_seconds == 60.0
+    with pytest.raises(PlanError, match="two ways to end a case"):
+        plan.changed({"sustained_seconds": 60.0, "until_stable": True})

@@ -20,3 +20,9 @@ def test_scaled_mad_is_1_4826_times_the_median_deviation() -> None:
 def test_spread_is_the_range_as_a_share_of_the_median() -> None:
     assert stats.spread([0.9, 1.0, 1.2]) == pytest.approx(0.3)
     assert stats.spread([0.0, 0.0]) == 0.0
+
+
+def test_settled_asks_the_last_five_to_agree_within_five_percent() -> None:
+    assert not stats.settled([1.0] * 4)
+    assert stats.settled([9.0, 1.0, 1.01, 1.02, 1.03, 1.04])
+    assert not stats.settled([1.0, 1.0, 1.0, 1.0, 1.06])
