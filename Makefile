@@ -114,7 +114,9 @@ test: $(STAMP) ## everything below but pins: lint and all tests, then where the 
 
 .PHONY: lint
 lint: $(STAMP) ## ruff, mypy, yamllint, ansible-lint (production profile, offline)
-	@ruff check --quiet . && ruff format --quiet --check . && mypy --no-error-summary && yamllint --strict . && ansible-lint --quiet
+	@failed=; for linter in 'ruff check --quiet .' 'ruff format --quiet --check .' 'mypy --no-error-summary' \
+		'yamllint --strict .' 'ansible-lint -q'; do $$linter || failed="$$failed $${linter%% *}"; done; \
+	[ -z "$$failed" ] || { echo "lint:$$failed found faults (above)" >&2; exit 1; }
 
 .PHONY: test-unit
 test-unit: $(STAMP) ## pure tests, seconds
