@@ -291,8 +291,15 @@ def find_cuda(target: Target, folder: Path) -> Cuda | None:
     named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), f"/usr/local/cuda-{target.cuda}"]
     for home in (Path(name) for name in [*named, "/usr/local/cuda"] if name):
         if _toolkit_major(home) == major:
-            cufile = (home / "include" / "cufile.h").exists() and (home / "lib64" / "libcufile.so").exists()
-            return Cuda(home, (driver, home / "lib64" / "stubs"), (home / "bin" / "nvcc").exists(), cufile)
+            compiler = (home / "bin" / "nvcc").exists()
+            libraries = (driver, home / "lib64" / "stubs")
+            if _has_cufile(home):
+                return Cuda(home, libraries, compiler, cufile=True)
+            # A toolkit can come without cuFile; torch's own packages have it.
+            joined = _toolkit_with_packages(home, folder / "cuda")
+            if _has_cufile(joined):
+                return Cuda(joined, libraries, compiler, cufile=True)
+            return Cuda(home, libraries, compiler)
     return _cuda_of_packages(target, folder / "cuda", driver)
 
 
@@ -322,8 +329,32 @@ def _cuda_of_packages(target: Target, home: Path, driver: Path) -> Cuda:
         'echo "no CUDA toolkit on this host: only ops without device code can be built" >&2\nexit 1\n'
     )
     answer.chmod(0o755)
-    cufile = (home / "include" / "cufile.h").exists() and (home / "lib64" / "libcufile.so").exists()
-    return Cuda(home, (driver,), cufile=cufile)
+    # CUDA's headers include those of the compiler's runtime, which are in a package of their own.
+    whole = (home / "include" / "crt" / "host_config.h").exists()
+    return Cuda(home, (driver,), cufile=whole and _has_cufile(home))
+
+
+def _has_cufile(home: Path) -> bool:
+    return (home / "include" / "cufile.h").exists() and (home / "lib64" / "libcufile.so").exists()
+
+
+def _toolkit_with_packages(toolkit: Path, home: Path) -> Path:
+    """A tree of links to the toolkit, and to cuFile of torch's own packages."""
+    home.mkdir(parents=True, exist_ok=True)
+    ours = ("include", "lib64", "bin")
+    for entry in sorted(toolkit.glob("*")):
+        if entry.name not in ours:
+            _link(home / entry.name, entry)
+    for name in ours:
+        (home / name).mkdir(parents=True, exist_ok=True)
+        for entry in sorted((toolkit / name).glob("*")):
+            _link(home / name / entry.name, entry)
+    for package in map(Path, _nvidia_packages()):
+        for header in (package / "include").glob("cufile.h"):
+            _link(home / "include" / header.name, header)
+        for library in (package / "lib").glob("libcufile.so*"):
+            _link(home / "lib64" / "libcufile.so", library)
+    return home
 
 
 def _nvidia_packages() -> Iterator[str]:

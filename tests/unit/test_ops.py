@@ -174,12 +174,14 @@ def test_without_a_toolkit_torchs_own_packages_are_linked_into_one(
     for package, header, library in (
         ("cuda_runtime", "cuda_runtime.h", "libcudart.so.12"),
         ("cufile", "cufile.h", "libcufile.so.0"),
+        ("cuda_nvcc", "crt/host_config.h", "libnothing.so.1"),
     ):
-        (tmp_path / package / "include").mkdir(parents=True)
+        (tmp_path / package / "include" / header).parent.mkdir(parents=True)
         (tmp_path / package / "include" / header).touch()
         (tmp_path / package / "lib").mkdir()
         (tmp_path / package / "lib" / library).touch()
-    monkeypatch.setattr(ops, "_nvidia_packages", lambda: [str(tmp_path / "cuda_runtime"), str(tmp_path / "cufile")])
+    packages = [str(tmp_path / name) for name in ("cuda_runtime", "cufile", "cuda_nvcc")]
+    monkeypatch.setattr(ops, "_nvidia_packages", lambda: packages)
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
     odd = replace(GPU, cuda="11.8")
@@ -190,6 +192,31 @@ def test_without_a_toolkit_torchs_own_packages_are_linked_into_one(
     assert (found.compiler, found.cufile) == (False, True)
     version = subprocess.run([found.home / "bin" / "nvcc", "-V"], capture_output=True, text=True, check=True).stdout
     assert "release 11.8" in version
+    # Without the headers that CUDA's own include, the gds op would not compile: it is not tried.
+    monkeypatch.setattr(ops, "_nvidia_packages", lambda: packages[:2])
+    bare = ops.find_cuda(odd, tmp_path / "bare")
+    assert bare is not None
+    assert not bare.cufile
+
+
+def test_a_toolkit_without_cufile_gets_it_from_torchs_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = toolkit(tmp_path / "cuda-12.6", 12060)
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setattr(ops, "_nvidia_packages", lambda: [])
+    plain = ops.find_cuda(GPU, tmp_path / "plain")
+    assert plain is not None
+    assert (plain.home, plain.cufile) == (home, False)
+    package = tmp_path / "cufile"
+    (package / "include").mkdir(parents=True)
+    (package / "include" / "cufile.h").touch()
+    (package / "lib").mkdir()
+    (package / "lib" / "libcufile.so.0").touch()
+    monkeypatch.setattr(ops, "_nvidia_packages", lambda: [str(package)])
+    joined = ops.find_cuda(GPU, tmp_path / "joined")
+    assert joined is not None
+    assert joined.cufile
+    assert (joined.home / "include" / "cuda_runtime_api.h").exists()
+    assert joined.compiler == plain.compiler
 
 
 def test_a_gpu_without_toolkit_or_packages_says_what_to_install(
