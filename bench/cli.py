@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -144,205 +145,139 @@ def plans_command() -> None:
         typer.echo(f"{name:<10} {load_plan(name).description}")
 
 
-@app.command("torch-save-tensor")
-def torch_save_tensor(
-    folder: Folder = None,
-    mb_size: Annotated[int, typer.Option("--mb_size", "--mb-size", min=1, help="Size of the tensor, in MiB.")] = 1024,
-    zipfile: Zipfile = False,
-    gpu: Gpu = False,
-    device: Device = 0,
-    io_buffer_mb: IoBufferMb = 64,
-    no_statistics: NoStatistics = False,
-    single_io_buffer: SingleIoBuffer = False,
-    block_mb: BlockMb = None,
-    queue_depth: QueueDepth = None,
-    single_submit: SingleSubmit = None,
-    overlap_events: OverlapEvents = None,
-    intra_op_parallelism: Parallelism = None,
-    writer: Writers = None,
-    repetitions: Repetitions = 3,
-    warmup: Warmup = 1,
-    seed: Seed = None,
-    no_patch: NoPatch = False,
-    dry_run: DryRun = False,
-    root: Root = None,
-) -> None:
-    """A raw tensor through torch.save, by every published writer."""
-    _single(
-        "tensor", writer, folder, root, repetitions, warmup, seed, no_patch, dry_run,
-        size_bytes=mb_size * MIB, zipfile=zipfile, gpu=gpu, device=device,
-        **_io(io_buffer_mb, no_statistics, single_io_buffer, block_mb, queue_depth, single_submit, overlap_events,
-              intra_op_parallelism),
-    )  # fmt: skip
+class _Parameters(dict[str, tuple[Any, Any]]):
+    """Parameters of a command: name to (annotation, default)."""
+
+    def __or__(self, other: dict[str, tuple[Any, Any]]) -> _Parameters:  # type: ignore[override]
+        return _Parameters({**self, **other})
 
 
-@app.command("torch-save-model")
-def torch_save_model(
-    folder: Folder = None,
-    model: ModelName = "tiny-t5",
-    pretrained: Pretrained = None,
-    optimizer: Optimizer = False,
-    fused: Fused = False,
-    half: Half = False,
-    zipfile: Zipfile = False,
-    gpu: Gpu = False,
-    device: Device = 0,
-    io_buffer_mb: IoBufferMb = 64,
-    no_statistics: NoStatistics = False,
-    single_io_buffer: SingleIoBuffer = False,
-    block_mb: BlockMb = None,
-    queue_depth: QueueDepth = None,
-    single_submit: SingleSubmit = None,
-    overlap_events: OverlapEvents = None,
-    intra_op_parallelism: Parallelism = None,
-    writer: Writers = None,
-    repetitions: Repetitions = 3,
-    warmup: Warmup = 1,
-    seed: Seed = None,
-    no_patch: NoPatch = False,
-    dry_run: DryRun = False,
-    root: Root = None,
-) -> None:
-    """A Hugging Face model through torch.save, by every published writer."""
-    _single(
-        "model", writer, folder, root, repetitions, warmup, seed, no_patch, dry_run,
-        model=model, pretrained=pretrained, optimizer=optimizer, fused=fused, half=half, zipfile=zipfile, gpu=gpu,
-        device=device,
-        **_io(io_buffer_mb, no_statistics, single_io_buffer, block_mb, queue_depth, single_submit, overlap_events,
-              intra_op_parallelism),
-    )  # fmt: skip
+# What the four published benchmarks share, and what those with a model have besides.
+_COMMON = _Parameters(
+    folder=(Folder, None),
+    zipfile=(Zipfile, False),
+    gpu=(Gpu, False),
+    device=(Device, 0),
+    io_buffer_mb=(IoBufferMb, 64),
+    no_statistics=(NoStatistics, False),
+    single_io_buffer=(SingleIoBuffer, False),
+    block_mb=(BlockMb, None),
+    queue_depth=(QueueDepth, None),
+    single_submit=(SingleSubmit, None),
+    overlap_events=(OverlapEvents, None),
+    intra_op_parallelism=(Parallelism, None),
+    writer=(Writers, None),
+    repetitions=(Repetitions, 3),
+    warmup=(Warmup, 1),
+    seed=(Seed, None),
+    no_patch=(NoPatch, False),
+    dry_run=(DryRun, False),
+    root=(Root, None),
+)
+_MODEL = (
+    _Parameters(
+        model=(ModelName, "tiny-t5"),
+        pretrained=(Pretrained, None),
+        optimizer=(Optimizer, False),
+        fused=(Fused, False),
+        half=(Half, False),
+    )
+    | _COMMON
+)
 
 
-@app.command("deepspeed-save-model")
-def deepspeed_save_model(
-    folder: Folder = None,
-    model: ModelName = "tiny-t5",
-    pretrained: Pretrained = None,
-    optimizer: Optimizer = False,
-    fused: Fused = False,
-    half: Half = False,
-    zero_stage: Annotated[int, typer.Option("--zero_stage", "--zero-stage", min=0, max=3, help="ZeRO stage.")] = 0,
-    cpu_offload: Annotated[bool, typer.Option("--cpu_offload", "--cpu-offload", help="Offload the optimizer.")] = False,
-    zipfile: Zipfile = False,
-    gpu: Gpu = False,
-    device: Device = 0,
-    io_buffer_mb: IoBufferMb = 64,
-    no_statistics: NoStatistics = False,
-    single_io_buffer: SingleIoBuffer = False,
-    block_mb: BlockMb = None,
-    queue_depth: QueueDepth = None,
-    single_submit: SingleSubmit = None,
-    overlap_events: OverlapEvents = None,
-    intra_op_parallelism: Parallelism = None,
-    writer: Writers = None,
-    repetitions: Repetitions = 3,
-    warmup: Warmup = 1,
-    seed: Seed = None,
-    no_patch: NoPatch = False,
-    dry_run: DryRun = False,
-    root: Root = None,
-) -> None:
-    """A model in a DeepSpeed engine through save_checkpoint; also: can training resume from it?"""
-    _single(
-        "engine", writer, folder, root, repetitions, warmup, seed, no_patch, dry_run,
-        model=model, pretrained=pretrained, optimizer=optimizer, fused=fused, half=half, zero_stage=zero_stage,
-        cpu_offload=cpu_offload, zipfile=zipfile, gpu=gpu, device=device,
-        **_io(io_buffer_mb, no_statistics, single_io_buffer, block_mb, queue_depth, single_submit, overlap_events,
-              intra_op_parallelism),
-    )  # fmt: skip
+def _benchmark(name: str, workload: str, parameters: _Parameters, words: str) -> None:
+    """Register one published benchmark as a command; typer reads its options from the signature made here."""
+
+    def command(**given: Any) -> None:
+        _single(workload, given)
+
+    command.__doc__ = words
+    command.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for key, (annotation, default) in parameters.items()
+        ]
+    )
+    app.command(name)(command)
 
 
-@app.command("torch-save-load-model")
-def torch_save_load_model(
-    folder: Folder = None,
-    model: ModelName = "tiny-t5",
-    pretrained: Pretrained = None,
-    optimizer: Optimizer = False,
-    fused: Fused = False,
-    half: Half = False,
-    safetensors: Annotated[bool, typer.Option("--safetensors", help="Also save with safetensors.")] = False,
-    regular_torch_save: Annotated[
-        bool, typer.Option("--regular_torch_save", "--regular-torch-save", help="Also save with plain torch.save.")
-    ] = False,
-    zipfile: Zipfile = False,
-    gpu: Gpu = False,
-    device: Device = 0,
-    io_buffer_mb: IoBufferMb = 64,
-    no_statistics: NoStatistics = False,
-    single_io_buffer: SingleIoBuffer = False,
-    block_mb: BlockMb = None,
-    queue_depth: QueueDepth = None,
-    single_submit: SingleSubmit = None,
-    overlap_events: OverlapEvents = None,
-    intra_op_parallelism: Parallelism = None,
-    writer: Writers = None,
-    repetitions: Repetitions = 1,
-    warmup: Warmup = 0,
-    seed: Seed = None,
-    no_patch: NoPatch = False,
-    dry_run: DryRun = False,
-    root: Root = None,
-) -> None:
-    """Save a model with FastPersist, scramble it, load it back: bit-equal tensors and equal logits, or an error."""
-    chosen = writer or ["ds_aio", *["torch_save"] * regular_torch_save, *["safetensors"] * safetensors]
-    _single(
-        "roundtrip", chosen, folder, root, repetitions, warmup, seed, no_patch, dry_run,
-        model=model, pretrained=pretrained, optimizer=optimizer, fused=fused, half=half, zipfile=zipfile, gpu=gpu,
-        device=device,
-        **_io(io_buffer_mb, no_statistics, single_io_buffer, block_mb, queue_depth, single_submit, overlap_events,
-              intra_op_parallelism),
-    )  # fmt: skip
+_benchmark(
+    "torch-save-tensor",
+    "tensor",
+    _Parameters(
+        mb_size=(
+            Annotated[int, typer.Option("--mb_size", "--mb-size", min=1, help="Size of the tensor, in MiB.")],
+            1024,
+        )
+    )
+    | _COMMON,
+    "A raw tensor through torch.save, by every published writer.",
+)
+_benchmark("torch-save-model", "model", _MODEL, "A Hugging Face model through torch.save, by every published writer.")
+_benchmark(
+    "deepspeed-save-model",
+    "engine",
+    _Parameters(
+        zero_stage=(
+            Annotated[int, typer.Option("--zero_stage", "--zero-stage", min=0, max=3, help="ZeRO stage.")],
+            0,
+        ),
+        cpu_offload=(
+            Annotated[bool, typer.Option("--cpu_offload", "--cpu-offload", help="Optimizer state in host memory.")],
+            False,
+        ),
+    )
+    | _MODEL,
+    "A model in a DeepSpeed engine through save_checkpoint; also: can training resume from it?",
+)
+_benchmark(
+    "torch-save-load-model",
+    "roundtrip",
+    _MODEL
+    | {
+        "safetensors": (Annotated[bool, typer.Option("--safetensors", help="Also save with safetensors.")], False),
+        "regular_torch_save": (
+            Annotated[
+                bool,
+                typer.Option("--regular_torch_save", "--regular-torch-save", help="Also save with plain torch.save."),
+            ],
+            False,
+        ),
+        "repetitions": (Repetitions, 1),
+        "warmup": (Warmup, 0),
+    },
+    "Save a model with FastPersist, scramble it, load it back: bit-equal tensors and equal logits, or an error.",
+)
 
 
-def _io(
-    io_buffer_mb: int,
-    no_statistics: bool,
-    single_io_buffer: bool,
-    block_mb: int | None,
-    queue_depth: int | None,
-    single_submit: bool | None,
-    overlap_events: bool | None,
-    intra_op_parallelism: int | None,
-) -> dict[str, Any]:
-    """The options of buffers and handle that the four benchmarks share, under the plan's names."""
-    return {
-        "io_buffer_bytes": io_buffer_mb * MIB,
-        "statistics": not no_statistics,
-        "double_buffer": not single_io_buffer,
-        "block_bytes": block_mb * MIB if block_mb else None,
-        "queue_depth": queue_depth,
-        "single_submit": single_submit,
-        "overlap_events": overlap_events,
-        "intra_op_parallelism": intra_op_parallelism,
-    }
-
-
-def _single(
-    workload: str,
-    writers: list[str] | None,
-    folder: Path | None,
-    root: Path | None,
-    repetitions: int,
-    warmup: int,
-    seed: int | None,
-    no_patch: bool,
-    dry_run: bool,
-    **options: Any,
-) -> NoReturn:
+def _single(workload: str, given: dict[str, Any]) -> NoReturn:
+    """Run one benchmark, a plan of its own; ``given`` is what the command line said, by parameter name."""
     from bench.host.command import run_plan
     from bench.plan import PUBLISHED_WRITERS, parse_plan
 
-    plan = parse_plan(
-        {
-            "name": workload,
-            "repetitions": repetitions,
-            "warmup": warmup,
-            "seed": seed,
-            "benchmarks": [{"workload": workload, "writers": writers or list(PUBLISHED_WRITERS), "options": options}],
-        },
-        "command line",
-    )
-    _end(run_plan(plan, folder, root, None, None, no_patch, False, dry_run))
+    if workload == "roundtrip":
+        also = ["torch_save"] * given.pop("regular_torch_save") + ["safetensors"] * given.pop("safetensors")
+        default_writers = ["ds_aio", *also]
+    else:
+        default_writers = list(PUBLISHED_WRITERS)
+    writers = given.pop("writer") or default_writers
+    folder, root, no_patch, dry_run = (given.pop(key) for key in ("folder", "root", "no_patch", "dry_run"))
+    plan = {"name": workload} | {key: given.pop(key) for key in ("repetitions", "warmup", "seed")}
+    # The plan's names and units for the rest.
+    block_mb = given.pop("block_mb")
+    options = {
+        "io_buffer_bytes": given.pop("io_buffer_mb") * MIB,
+        "statistics": not given.pop("no_statistics"),
+        "double_buffer": not given.pop("single_io_buffer"),
+        "block_bytes": block_mb * MIB if block_mb else None,
+    }
+    if "mb_size" in given:
+        options["size_bytes"] = given.pop("mb_size") * MIB
+    benchmark = {"workload": workload, "writers": writers, "options": options | given}
+    chosen = parse_plan(plan | {"benchmarks": [benchmark]}, "command line")
+    _end(run_plan(chosen, folder, root, None, None, no_patch, False, dry_run))
 
 
 @app.command("mend-checkpoint")

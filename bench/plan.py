@@ -116,6 +116,12 @@ class Benchmark(BaseModel):
     writers: Annotated[list[str], Field(min_length=1)]
     options: Options = Field(default_factory=Options)
 
+    @model_validator(mode="after")
+    def _zero_needs_an_optimizer(self) -> Benchmark:
+        if self.workload == "engine" and self.options.zero_stage > 0 and not self.options.optimizer:
+            raise ValueError("ZeRO 1 to 3 partitions an optimizer's state: set optimizer too, or zero_stage 0")
+        return self
+
     def cases(self) -> list[Case]:
         """The rows of this benchmark, in the plan's order."""
         return [Case(workload=self.workload, writer=writer, options=self.options) for writer in self.writers]

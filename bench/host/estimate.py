@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.host.models import parameter_count
 from bench.plan import Case
 
-# Adam's two moments, in fp32; ZeRO keeps an fp32 copy of half-precision weights beside them.
+# Adam's two moments, in fp32; ZeRO, and any half-precision training, keeps an fp32 master copy of the weights too.
 ADAM_BYTES_PER_PARAMETER = 8
 MASTER_BYTES_PER_PARAMETER = 4
 # A file is a little larger than its payload: pickle, size headers, zip records, block padding.
@@ -26,12 +26,14 @@ def payload_bytes(case: Case) -> int | None:
     if options.pretrained is not None:
         return None
     parameters = parameter_count(options.model)
-    size = parameters * (2 if options.half else 4)
-    if options.optimizer:
-        size += parameters * ADAM_BYTES_PER_PARAMETER
-        if options.half:
-            size += parameters * MASTER_BYTES_PER_PARAMETER
-    return size
+    weights = parameters * (2 if options.half else 4)
+    if not options.optimizer:
+        return weights
+    partitioned = case.workload == "engine" and options.zero_stage > 0
+    master = parameters * MASTER_BYTES_PER_PARAMETER if options.half or partitioned else 0
+    if partitioned and options.zero_stage == 3:
+        weights = 0  # ZeRO 3 keeps the master copy in place of the model's weights
+    return weights + master + parameters * ADAM_BYTES_PER_PARAMETER
 
 
 def file_bytes(case: Case) -> int:

@@ -54,6 +54,7 @@ def test_quick_covers_every_workload_with_every_published_writer_and_needs_no_gp
         (plan_of(options={"zero_stage": 4}), ["zero_stage", "less than or equal to 3"]),
         (plan_of(options={"optimizer": True, "half": True}), ["optimizer with half needs gpu"]),
         (plan_of(options={"fused": True}), ["fused needs gpu"]),
+        (plan_of(workload="engine", options={"zero_stage": 1}), ["ZeRO 1 to 3", "optimizer"]),
         (plan_of(writers=[]), ["writers"]),
         ({"name": "empty", "benchmarks": []}, ["benchmarks"]),
         (["not", "a", "mapping"], ["must be a mapping"]),
@@ -75,7 +76,7 @@ def test_all_mistakes_are_named_at_once() -> None:
 
 
 def test_an_unknown_plan_suggests_the_near_one_and_lists_all() -> None:
-    with pytest.raises(PlanError, match=r"did you mean quick\?.*full, quick, standard"):
+    with pytest.raises(PlanError, match=r"did you mean quick\?.*full, .*quick, standard"):
         load_plan("quik")
 
 
