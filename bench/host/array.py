@@ -89,7 +89,8 @@ def _parse(data: Any, path: Path) -> ArrayFile:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ArrayError(
-            f"{path} has schema version {version!r}, this bench reads version {SCHEMA_VERSION}; run make provision again"
+            f"{path} has schema version {version!r}, this bench reads version {SCHEMA_VERSION}; "
+            "run make provision again"
         )
     try:
         fields = {key: value for key, value in data.items() if key != "schema_version"}
@@ -127,8 +128,8 @@ def check_mount(
     missing = "" if wanted else ", which is not assembled here"
     serials = ", ".join(member.serial for member in array.members)
     raise ArrayError(
-        f"{folder} lies on {source} ({kind}, mounted at {point}), not on the array {array.name}{missing}. Are all of its "
-        f"drives here ({serials})? See /proc/mdstat and findmnt {array.mount_point}; then run make provision again"
+        f"{folder} lies on {source} ({kind}, mounted at {point}), not on the array {array.name}{missing}. "
+        f"Are all of its drives here ({serials})? See /proc/mdstat and findmnt {array.mount_point}; then run make provision again"
     )
 
 

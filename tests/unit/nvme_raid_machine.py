@@ -21,9 +21,10 @@ ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
 
 from ansible.module_utils import nvme_raid_facts as reads  # noqa: E402
 from ansible.module_utils import nvme_raid_files as files  # noqa: E402
+from ansible.module_utils import nvme_raid_model as model  # noqa: E402
 from ansible.module_utils import nvme_raid_rules as rules  # noqa: E402
 
-__all__ = ["ROLE", "Machine", "before", "files", "made", "reads", "rules", "vanished"]
+__all__ = ["ROLE", "Machine", "before", "files", "made", "model", "reads", "rules", "vanished"]
 
 SERIALS = ("DATA0001", "DATA0002", "DATA0003")
 NEW_UUID = "11111111:22222222:33333333:44444444"
@@ -43,8 +44,8 @@ class Machine:
 
     def sign(self, serial: str, kind: str, usage: str = "filesystem", **more: Any) -> None:
         """Something was written on a drive that libblkid recognises."""
-        found = {"device": self.kname(serial), "offset": "0x0", "type": kind, "usage": usage, "uuid": "u-u", "label": None}
-        self.facts["signatures"][self.kname(serial)] = [{**found, **more}]
+        found = {"offset": "0x0", "type": kind, "usage": usage, "uuid": "u-u", "label": None, **more}
+        self.facts["signatures"][self.kname(serial)] = [{"device": self.kname(serial), **found}]
 
     def put_on(self, serial: str, device: dict[str, Any]) -> None:
         """A partition or volume stands on a drive."""
@@ -91,8 +92,8 @@ class Machine:
     def add_line(self, file: str, line: str) -> None:
         self.facts["files"][file]["text"] += line + "\n"
 
-    def decide(self, *devices: str, **wanted: Any) -> rules.Decision:
-        settings = rules.Wanted(devices=devices, **wanted)
+    def decide(self, *devices: str, **wanted: Any) -> model.Decision:
+        settings = model.Wanted(devices=devices, **wanted)
         return rules.decide(settings, self.facts, NEW_UUID)
 
     def refusals(self, *devices: str, **wanted: Any) -> list[str]:
@@ -100,10 +101,10 @@ class Machine:
         assert bool(decision.refusals) != bool(decision.steps) or not decision.refusals
         return decision.refusals
 
-    def teardown(self, *devices: str, **wanted: Any) -> rules.Decision:
-        return rules.decide_teardown(rules.Wanted(devices=devices, **wanted), self.facts)
+    def teardown(self, *devices: str, **wanted: Any) -> model.Decision:
+        return rules.decide_teardown(model.Wanted(devices=devices, **wanted), self.facts)
 
-    def apply(self, decision: rules.Decision) -> None:
+    def apply(self, decision: model.Decision) -> None:
         """What a decision writes into files has been written."""
         for file, text in decision.files.items():
             self.facts["files"][file]["text"] = text

@@ -15,7 +15,7 @@ MOUNTED = ROOT + "88 24 9:127 / /mnt/fastpersist rw,noatime shared:2 - xfs /dev/
 OVERMOUNTED = MOUNTED + "99 88 259:1 /somewhere /mnt/fastpersist rw shared:1 - ext4 /dev/nvme0n1 rw\n"
 
 
-@pytest.fixture()
+@pytest.fixture
 def described(tmp_path: Path) -> array.ArrayFile:
     (tmp_path / "array.json").write_text(made().text("array"), encoding="utf-8")
     loaded = array.load_array_file(tmp_path)

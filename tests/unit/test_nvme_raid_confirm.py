@@ -1,4 +1,4 @@
-"""Teardown's confirmation: from this run's command line or not at all. The host doesn't exist, so nothing can happen."""
+"""Teardown's confirmation: from this run's command line or not at all. The host doesn't exist: nothing can happen."""
 
 from __future__ import annotations
 

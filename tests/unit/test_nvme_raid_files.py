@@ -61,10 +61,13 @@ def test_mount_points_with_spaces_are_read_as_they_are() -> None:
         (f"ARRAY /dev/md/a metadata=1.2 name=any:a UUID={UUID}\n",) * 2,
         (f"array /dev/md/a uuid={UUID.upper().replace(':', '-')}\n",) * 2,
         # Appended blindly by somebody, twice, with a continuation line: one line, in the first one's place.
-        (f"ARRAY /dev/md0 UUID={UUID}\n  devices=/dev/x\nMAILADDR root\nARRAY /dev/md127 UUID={UUID}\n", f"{ARRAY}\nMAILADDR root\n"),
+        (
+            f"ARRAY /dev/md0 UUID={UUID}\n  devices=/dev/x\nMAILADDR root\nARRAY /dev/md127 UUID={UUID}\n",
+            f"{ARRAY}\nMAILADDR root\n",
+        ),
         (f"#{ARRAY}\n", f"#{ARRAY}\n{ARRAY}\n"),
     ],
-)  # fmt: skip
+)
 def test_an_array_has_one_line(text: str, expected: str) -> None:
     assert files.with_array(text, "a", UUID) == expected
     assert files.with_array(expected, "a", UUID) == expected

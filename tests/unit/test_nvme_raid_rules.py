@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from nvme_raid_machine import NEW_UUID, SERIALS, before, made, rules, vanished
+from nvme_raid_machine import NEW_UUID, SERIALS, before, made, model, rules, vanished
 
 BY_ID = "/dev/disk/by-id/nvme-QEMU_NVMe_Ctrl_"
 OUR_STEPS = ["create", "format", "mdadm_conf", "initramfs", "fstab", "mount", "record"]
 
 
-def steps(decision: rules.Decision) -> list[str]:
+def steps(decision: model.Decision) -> list[str]:
     assert decision.refusals == []
     return [step.do for step in decision.steps]
 
@@ -40,7 +40,9 @@ def test_the_same_drives_are_chosen_when_the_kernel_renames_them() -> None:
     assert [(drive.serial, drive.path) for drive in machine.decide(*SERIALS).drives] == first
 
 
-@pytest.mark.parametrize("name", ["nvme1n1", "/dev/nvme1n1", "/dev/nvme1n1p1", "sda", "/dev/md0", "/dev/md/fastpersist"])
+@pytest.mark.parametrize(
+    "name", ["nvme1n1", "/dev/nvme1n1", "/dev/nvme1n1p1", "sda", "/dev/md0", "/dev/md/fastpersist"]
+)
 def test_names_that_change_between_boots_are_refused(name: str) -> None:
     refusals = before().refusals(name, *SERIALS)
     assert any(r.startswith(f"{name}: ") and "/dev/disk/by-id" in r for r in refusals)
@@ -77,8 +79,18 @@ def test_one_drive_is_no_stripe() -> None:
 
 
 def test_every_refusal_comes_in_one_run() -> None:
-    refusals = "\n".join(before().refusals("ROOT0001", "LVM0001", "SWAP0001", "PART0001", "ODD0001", "nvme1n1", "NOSUCH"))
-    for part in ("backs /", "LVM", "backs swap", "partition table", "not alike in size", "kernel name", "no drive with"):
+    refusals = "\n".join(
+        before().refusals("ROOT0001", "LVM0001", "SWAP0001", "PART0001", "ODD0001", "nvme1n1", "NOSUCH")
+    )
+    for part in (
+        "backs /",
+        "LVM",
+        "backs swap",
+        "partition table",
+        "not alike in size",
+        "kernel name",
+        "no drive with",
+    ):
         assert part in refusals
 
 
@@ -200,7 +212,9 @@ def test_a_disk_that_is_not_nvme() -> None:
     machine.facts["lsblk"]["blockdevices"].append(disk)
     machine.facts["by_id"]["ata-SATA1"] = "sdb"
     for name in ("SATA1", "ata-SATA1"):
-        assert "/dev/disk/by-id/ata-SATA1 (serial SATA1, now sdb): is not an NVMe drive" in machine.refusals(name, *SERIALS)
+        assert "/dev/disk/by-id/ata-SATA1 (serial SATA1, now sdb): is not an NVMe drive" in machine.refusals(
+            name, *SERIALS
+        )
 
 
 def test_the_hidden_path_of_a_multipath_namespace() -> None:
@@ -213,7 +227,7 @@ def test_the_serial_of_a_multipath_namespace_means_the_namespace_not_its_paths()
     machine = before()
     head = machine.kname("DATA0001")
     machine.facts["nvme"]["nvme9c0n1"] = {**machine.facts["nvme"][head], "hidden": True}
-    assert [d.kname for d in machine.decide(*SERIALS).drives][0] == head
+    assert machine.decide(*SERIALS).drives[0].kname == head
 
 
 def test_two_paths_to_one_namespace() -> None:
@@ -276,7 +290,7 @@ def test_a_first_run_shows_everything_before_mdadm_is_installed() -> None:
     machine = before()
     machine.facts["programs"] = [p for p in machine.facts["programs"] if p not in ("mdadm", "mkfs.xfs")]
     machine.facts["files"]["mdadm_conf"]["text"] = ""
-    decision = rules.decide(rules.Wanted(devices=SERIALS), machine.facts, rules.NEW_ARRAY)
+    decision = rules.decide(model.Wanted(devices=SERIALS), machine.facts, model.NEW_ARRAY)
     assert steps(decision) == OUR_STEPS
     assert decision.files["mdadm_conf"] == "ARRAY /dev/md/fastpersist metadata=1.2 UUID=new-array\n"
     assert "UUID=new-filesystem /mnt/fastpersist xfs noatime,nofail" in decision.files["fstab"]
@@ -290,7 +304,7 @@ def test_the_configuration_comes_first_then_the_initramfs() -> None:
 def test_the_mount_does_not_hold_up_a_boot() -> None:
     line = before().decide(*SERIALS).files["fstab"].splitlines()[-1]
     spec, point, kind, options, *_ = line.split()
-    assert spec == f"UUID={rules.filesystem_uuid(NEW_UUID)}"
+    assert spec == f"UUID={model.filesystem_uuid(NEW_UUID)}"
     assert (point, kind) == ("/mnt/fastpersist", "xfs")
     assert {"noatime", "nofail", "x-systemd.device-timeout=30s"} <= set(options.split(","))
 
@@ -373,7 +387,9 @@ def test_another_chunk_is_refused() -> None:
     assert "has a chunk of 512 KiB, nvme_raid_chunk_kib is 256" in refusals[0]
 
 
-@pytest.mark.parametrize(("key", "value", "said"), [("MD_LEVEL", "raid1", "is raid1"), ("MD_METADATA", "1.0", "metadata 1.0")])
+@pytest.mark.parametrize(
+    ("key", "value", "said"), [("MD_LEVEL", "raid1", "is raid1"), ("MD_METADATA", "1.0", "metadata 1.0")]
+)
 def test_an_array_of_another_kind_is_refused(key: str, value: str, said: str) -> None:
     machine = made()
     for member in machine.facts["members"].values():
@@ -529,7 +545,10 @@ def test_a_teardown_touches_no_other_array() -> None:
     [
         (lambda m: m.facts["holders"].update({"md127": ["dm-9"]}), "is held by dm-9; take that apart first"),
         (lambda m: m.facts["swaps"].append({"path": "/dev/md127", "device": "9:127"}), "backs swap"),
-        (lambda m: m.mount("/data", "9:127", "/dev/md127", own=False, process="9 (pg)"), "mounted at /data, as process 9"),
+        (
+            lambda m: m.mount("/data", "9:127", "/dev/md127", own=False, process="9 (pg)"),
+            "mounted at /data, as process 9",
+        ),
         (lambda m: [k.update(MD_LEVEL="raid1") for k in m.facts["members"].values()], "is raid1 with metadata 1.2"),
         (lambda m: m.facts["arrays"]["md127"]["signatures"][0].update(type="LVM2_member"), "holds LVM2_member"),
         (lambda m: m.facts["holders"][m.kname("DATA0001")].append("dm-3"), "is also held by dm-3"),

@@ -58,7 +58,11 @@ class Controller:
         done = subprocess.run(
             command, cwd=CHECKOUT, check=False, text=True, timeout=600, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**environment(), "ANSIBLE_CONFIG": str(CHECKOUT / "ansible.cfg")},
+            # JSON: no message is wrapped or quoted otherwise than it was said.
+            env={
+                **environment(), "ANSIBLE_CONFIG": str(CHECKOUT / "ansible.cfg"),
+                "ANSIBLE_CALLBACK_RESULT_FORMAT": "json",
+            },
         )  # fmt: skip
         assert (done.returncode != 0) == fails, done.stdout
         return Played(done.stdout, done.returncode)

@@ -74,7 +74,9 @@ def test_every_bad_choice_is_refused_at_once(guest: Guest, controller: Controlle
         f" && mkfs.ext4 -q /dev/vg0/data && swapon {BY_ID}SWAP0001"
     )
     # A mount that only one process sees, as in a container, and a program that reads a raw drive.
-    guest.run("nohup unshare -m sh -c 'mount /dev/vg0/data /mnt && exec sleep 1000' >/dev/null 2>&1 </dev/null & sleep 2")
+    guest.run(
+        "nohup unshare -m sh -c 'mount /dev/vg0/data /mnt && exec sleep 1000' >/dev/null 2>&1 </dev/null & sleep 2"
+    )
     guest.run(f"nohup sleep 1000 <{BY_ID}DATA0004 >/dev/null 2>&1 &")
     bad = ["ROOT0001", "LVM0001", "SWAP0001", "PART0001", "ODD0001", "DATA0004", "NOSUCH99", "nvme1n1"]
     before = guest.run("wipefs -n /dev/nvme?n1; cat /proc/mounts")
@@ -138,7 +140,9 @@ def test_configuration_has_each_line_once(guest: Guest) -> None:
 def test_again_changes_nothing(guest: Guest, controller: Controller) -> None:
     before = configuration(guest)
     assert controller.raid(nvme_raid_devices=CHOSEN).changed == 0
-    assert controller.raid(nvme_raid_match="QEMU NVMe*", nvme_raid_count=3, fails=True).output.count("nvme_raid_count is 3")
+    assert controller.raid(nvme_raid_match="QEMU NVMe*", nvme_raid_count=3, fails=True).output.count(
+        "nvme_raid_count is 3"
+    )
     assert configuration(guest) == before
 
 
@@ -189,6 +193,7 @@ def test_a_drive_that_vanished_is_refused_and_the_mount_is_missed(guest: Guest, 
 
 def test_after_a_boot_with_all_drives_it_is_as_before(guest: Guest, controller: Controller) -> None:
     guest.start()
+    guest.settle()
     assert guest.run(f"cat {MOUNT}/file") == "kept\n"
     assert guest.run("ls /dev/md").split() == [NAME]
     before = configuration(guest)
@@ -196,15 +201,13 @@ def test_after_a_boot_with_all_drives_it_is_as_before(guest: Guest, controller: 
     assert configuration(guest) == before
     guest.put(CHECKOUT / "bench/host/array.py", "/root/array_of_bench.py")
     guest.run(
-        "cd /root && python3 -c \"import array_of_bench as a; from pathlib import Path;"
+        'cd /root && python3 -c "import array_of_bench as a; from pathlib import Path;'
         f"a.check_mount(Path('{MOUNT}/run'), a.load_array_file(Path('/opt/fastpersist-bench')))\""
     )
 
 
 @pytest.mark.parametrize("where", ["inventory", "file", "wrong name"])
-def test_teardown_is_refused_unless_this_run_names_the_array(
-    guest: Guest, controller: Controller, where: str
-) -> None:
+def test_teardown_is_refused_unless_this_run_names_the_array(guest: Guest, controller: Controller, where: str) -> None:
     variables = guest.folder / "confirmed.json"
     variables.write_text(json.dumps({"nvme_raid_confirm": NAME}), encoding="utf-8")
     inventory = guest.folder / "group_vars" / "all.json"
@@ -235,7 +238,9 @@ def test_teardown_stops_at_a_mount_in_use(guest: Guest, controller: Controller) 
 def test_teardown_frees_the_drives(guest: Guest, controller: Controller) -> None:
     fstab = guest.run("cat /etc/fstab")
     others = guest.run(f"wipefs -n {BY_ID}LVM0001 {BY_ID}SWAP0001 {BY_ID}PART0001")
-    shown = controller.play("playbooks/teardown.yml", "--check", "--diff", nvme_raid_devices=CHOSEN, nvme_raid_confirm=NAME)
+    shown = controller.play(
+        "playbooks/teardown.yml", "--check", "--diff", nvme_raid_devices=CHOSEN, nvme_raid_confirm=NAME
+    )
     assert "wipe the md superblocks of" in shown.output
     assert guest.run(f"cat {MOUNT}/file") == "kept\n"
     controller.play("playbooks/teardown.yml", nvme_raid_devices=CHOSEN, nvme_raid_confirm=NAME)

@@ -90,6 +90,10 @@ class Guest:
         self._wait_for_ssh(seconds)
         self._write_inventory("127.0.0.1")
 
+    def settle(self) -> None:
+        """Wait until systemd has nothing left to do: a mount with nofail may come after SSH answers."""
+        self.run("until systemctl list-jobs | grep -q 'No jobs'; do sleep 1; done", timeout=180)
+
     def stop(self) -> None:
         """Power off cleanly where the guest answers, else end QEMU; the inventory then points nowhere."""
         self._write_inventory(UNREACHABLE)

@@ -136,7 +136,14 @@ def install_host_packages() -> None:
         raise ImageError(f"tests/vm needs these Debian packages: {' '.join(missing)}; install them as root")
     _run("apt-get", "update", "-qq")
     _run(
-        "apt-get", "-o", "DPkg::Lock::Timeout=300", "install", "-y", "-qq", "--no-install-recommends", *missing,
+        "apt-get",
+        "-o",
+        "DPkg::Lock::Timeout=300",
+        "install",
+        "-y",
+        "-qq",
+        "--no-install-recommends",
+        *missing,
         env={"DEBIAN_FRONTEND": "noninteractive"},
     )
 
@@ -152,8 +159,14 @@ def build(folder: Path) -> None:
     root.mkdir(parents=True)
     environment = {"DEBIAN_FRONTEND": "noninteractive", **({"http_proxy": proxy} if proxy else {})}
     _run(
-        "debootstrap", "--variant=minbase", f"--include={','.join(GUEST_PACKAGES)}",
-        f"--cache-dir={_folder(folder / 'debs')}", SUITE, str(root), mirror, env=environment,
+        "debootstrap",
+        "--variant=minbase",
+        f"--include={','.join(GUEST_PACKAGES)}",
+        f"--cache-dir={_folder(folder / 'debs')}",
+        SUITE,
+        str(root),
+        mirror,
+        env=environment,
     )
     for name in ("user_key", "host_key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name))
@@ -175,7 +188,10 @@ def build(folder: Path) -> None:
 def debian_mirror() -> tuple[str, str | None]:
     """The mirror of the guest's suite and the proxy, as this machine's apt is configured for them."""
     targets = _output(
-        "apt-get", "indextargets", "--format", "$(REPO_URI)|$(CODENAME)|$(COMPONENT)|$(ORIGIN)",
+        "apt-get",
+        "indextargets",
+        "--format",
+        "$(REPO_URI)|$(CODENAME)|$(COMPONENT)|$(ORIGIN)",
         "Created-By: Packages",
     )
     for line in targets.splitlines():
@@ -211,9 +227,21 @@ def _offer_packages(root: Path) -> None:
     archives = offered / "archives"
     (archives / "partial").mkdir(parents=True)
     _run(
-        "apt-get", "install", "--download-only", "-y", "-qq", "--no-install-recommends",
-        "-o", f"Dir::State::status={root}/var/lib/dpkg/status", "-o", f"Dir::Cache::archives={archives}",
-        "-o", "Dir::State::extended_states=/dev/null", "-o", "Debug::NoLocking=true", *OFFERED_PACKAGES,
+        "apt-get",
+        "install",
+        "--download-only",
+        "-y",
+        "-qq",
+        "--no-install-recommends",
+        "-o",
+        f"Dir::State::status={root}/var/lib/dpkg/status",
+        "-o",
+        f"Dir::Cache::archives={archives}",
+        "-o",
+        "Dir::State::extended_states=/dev/null",
+        "-o",
+        "Debug::NoLocking=true",
+        *OFFERED_PACKAGES,
     )
     stanzas = []
     for package in sorted(archives.glob("*.deb")):
@@ -251,8 +279,13 @@ def _run(*command: str, env: dict[str, str] | None = None) -> None:
 def _output(*command: str, env: dict[str, str] | None = None) -> str:
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     done = subprocess.run(
-        command, check=False, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, "PATH": path, **(env or {})},
+        command,
+        check=False,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PATH": path, **(env or {})},
     )
     if done.returncode != 0:
         tail = "\n".join(done.stdout.splitlines()[-20:])

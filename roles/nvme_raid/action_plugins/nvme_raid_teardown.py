@@ -6,7 +6,8 @@ later run too. So it is taken from the extra variables as they were typed, and f
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Optional
+from collections.abc import Iterable
+from typing import Any
 
 import yaml
 from ansible import context
@@ -33,7 +34,7 @@ class ActionModule(ActionBase):
 
     _requires_connection = True
 
-    def run(self, tmp: Optional[str] = None, task_vars: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
         variables = task_vars or {}
         name = str(self._task.args.get("name", ""))
@@ -57,6 +58,6 @@ class ActionModule(ActionBase):
         return result
 
     @staticmethod
-    def _refuse(result: Dict[str, Any], reason: str) -> Dict[str, Any]:
+    def _refuse(result: dict[str, Any], reason: str) -> dict[str, Any]:
         result.update(failed=True, msg=f"teardown refused: {reason}. Nothing was changed.")
         return result

@@ -98,6 +98,7 @@ import socket
 import uuid
 from typing import Callable, Dict
 
+from ansible.module_utils import nvme_raid_choice as choice
 from ansible.module_utils import nvme_raid_facts as reads
 from ansible.module_utils import nvme_raid_rules as rules
 from ansible.module_utils.basic import AnsibleModule
@@ -111,12 +112,22 @@ from ansible.module_utils.nvme_raid_actions import (
     replace_text,
 )
 from ansible.module_utils.nvme_raid_files import array_uuid
+from ansible.module_utils.nvme_raid_model import (
+    FILESYSTEMS,
+    NEW_ARRAY,
+    Decision,
+    Drive,
+    Facts,
+    Step,
+    Wanted,
+    filesystem_uuid,
+)
 
 
 class Maker:
     """Carries out what was decided. After every step, an interrupted run leaves what the next one can judge."""
 
-    def __init__(self, module: AnsibleModule, wanted: rules.Wanted, decision: rules.Decision, facts: rules.Facts):
+    def __init__(self, module: AnsibleModule, wanted: Wanted, decision: Decision, facts: Facts):
         self.module = module
         self.wanted = wanted
         self.decision = decision
@@ -124,7 +135,7 @@ class Maker:
         # The array's node, found by its UUID: names such as md127 change between boots.
         self.device = f"/dev/disk/by-id/md-uuid-{decision.array_uuid}"
 
-    def do(self, step: rules.Step) -> None:
+    def do(self, step: Step) -> None:
         """Do one step; raises FactsError with what a program said."""
         actions: Dict[str, Callable[[], None]] = {
             "discard": self.discard,
@@ -163,7 +174,7 @@ class Maker:
                 f"was not formatted. If that may go: make teardown CONFIRM={self.wanted.name}, then run again"
             )
 
-    def check_same(self, drive: rules.Drive) -> None:
+    def check_same(self, drive: Drive) -> None:
         """The name must still lead to the drive that was judged."""
         now = os.path.basename(os.path.realpath(drive.path))
         serial = reads.read_nvme().get(now, {}).get("serial")
@@ -171,7 +182,7 @@ class Maker:
             raise reads.FactsError(f"{drive} has become {now} with serial {serial}; it was left alone")
 
     def format(self) -> None:
-        fs_uuid = rules.filesystem_uuid(self.decision.array_uuid)
+        fs_uuid = filesystem_uuid(self.decision.array_uuid)
         chunk, members = self.wanted.chunk_kib, len(self.decision.drives)
         # Nothing is forced: the array was made a moment ago and nothing was recognised on it.
         if self.wanted.filesystem == "xfs":
@@ -213,16 +224,16 @@ def main() -> None:
             "count": {"type": "int", "default": 0},
             "name": {"type": "str", "required": True},
             "chunk_kib": {"type": "int", "default": 512},
-            "filesystem": {"type": "str", "choices": list(rules.FILESYSTEMS), "default": "xfs"},
+            "filesystem": {"type": "str", "choices": list(FILESYSTEMS), "default": "xfs"},
             "mount_point": {"type": "str", "required": True},
-            "mount_options": {"type": "str", "default": rules.Wanted.mount_options},
+            "mount_options": {"type": "str", "default": Wanted.mount_options},
             "blkdiscard": {"type": "bool", "default": False},
             "array_file": {"type": "str", "required": True},
         },
         supports_check_mode=True,
     )
     settings = {key: value for key, value in module.params.items() if key != "array_file"}
-    wanted = rules.Wanted(**{**settings, "devices": tuple(settings["devices"])})
+    wanted = Wanted(**{**settings, "devices": tuple(settings["devices"])})
     if not wanted.devices and not wanted.match:
         module.exit_json(changed=False, steps=[], missing=[], array={}, msg="no drives are chosen: nothing to do")
     if os.geteuid() != 0:
@@ -233,9 +244,9 @@ def main() -> None:
         module.fail_json(msg=f"nvme_raid on {socket.gethostname()}: {error}. Nothing was changed.")
 
 
-def make(module: AnsibleModule, wanted: rules.Wanted) -> None:
+def make(module: AnsibleModule, wanted: Wanted) -> None:
     """Decide, refuse or do; leaves through exit_json or fail_json."""
-    new_uuid = rules.NEW_ARRAY if module.check_mode else array_uuid(uuid.uuid4().hex)
+    new_uuid = NEW_ARRAY if module.check_mode else array_uuid(uuid.uuid4().hex)
     decision, facts = judge(module, wanted, new_uuid)
     if decision.refusals:
         refuse(module, decision.refusals)
@@ -255,19 +266,17 @@ def make(module: AnsibleModule, wanted: rules.Wanted) -> None:
     )
 
 
-def judge(module: AnsibleModule, wanted: rules.Wanted, new_uuid: str) -> "tuple[rules.Decision, rules.Facts]":
+def judge(module: AnsibleModule, wanted: Wanted, new_uuid: str) -> "tuple[Decision, Facts]":
     """Read the facts and decide."""
     facts = reads.read_facts(
-        lambda found: [drive.kname for drive in rules.choose(wanted, found)[0]],
-        wanted.mount_point,
-        module.params["array_file"],
+        wanted, module.params["array_file"], lambda found: [drive.kname for drive in choice.choose(wanted, found)[0]]
     )
     return rules.decide(wanted, facts, new_uuid), facts
 
 
-def check_made(module: AnsibleModule, wanted: rules.Wanted) -> None:
+def check_made(module: AnsibleModule, wanted: Wanted) -> None:
     """Judge again from fresh facts: now there must be nothing left to do and nothing to refuse."""
-    decision, _ = judge(module, wanted, rules.NEW_ARRAY)
+    decision, _ = judge(module, wanted, NEW_ARRAY)
     if decision.refusals:
         refuse(module, ["after all steps were done:", *decision.refusals])
     if decision.steps:

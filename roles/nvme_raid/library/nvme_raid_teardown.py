@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""Ansible module: takes an nvme_raid array apart. Its action plugin lets it run only when this run's command line says so."""
+"""Ansible module: takes an nvme_raid array apart, if its action plugin saw that this run's command line says so."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ import os
 import socket
 from typing import Callable, Dict
 
+from ansible.module_utils import nvme_raid_choice as choice
 from ansible.module_utils import nvme_raid_facts as reads
 from ansible.module_utils import nvme_raid_rules as rules
 from ansible.module_utils.basic import AnsibleModule
@@ -86,18 +87,19 @@ from ansible.module_utils.nvme_raid_actions import (
     reload_systemd,
     replace_text,
 )
+from ansible.module_utils.nvme_raid_model import Decision, Facts, Step, Wanted
 
 
 class Unmaker:
-    """Carries out a teardown. The array's name and UUID stay on its members to the last step, so it can be run again."""
+    """Carries out a teardown. To the last step the members know the array's name, so it can be run again."""
 
-    def __init__(self, module: AnsibleModule, decision: rules.Decision, facts: rules.Facts) -> None:
+    def __init__(self, module: AnsibleModule, decision: Decision, facts: Facts) -> None:
         self.module = module
         self.decision = decision
         self.facts = facts
         self.array = decision.array
 
-    def do(self, step: rules.Step) -> None:
+    def do(self, step: Step) -> None:
         """Do one step; raises FactsError with what a program said."""
         actions: Dict[str, Callable[[], None]] = {
             "unmount": self.unmount,
@@ -118,6 +120,7 @@ class Unmaker:
         except reads.FactsError as error:
             users = ", ".join(reads.users_of(point))
             raise reads.FactsError(f"{error}; in use by {users}" if users else str(error)) from error
+        self.check_free()
 
     def fstab(self) -> None:
         self.write("fstab")
@@ -135,7 +138,8 @@ class Unmaker:
         if held:
             number = os.stat(node).st_rdev
             device = f"{os.major(number)}:{os.minor(number)}"
-            where = {f"{m['mount_point']} of process {m['process']}" for m in reads.read_mounts() if m["device"] == device}
+            mounts = [mount for mount in reads.read_mounts() if mount["device"] == device]
+            where = {f"{mount['mount_point']} of process {mount['process']}" for mount in mounts}
             told = f"mounted at {', '.join(sorted(where))}" if where else held[self.array.kname]
             raise reads.FactsError(f"the array is still in use ({told}); nothing was wiped")
 
@@ -148,7 +152,7 @@ class Unmaker:
         for drive in self.decision.drives:
             member = reads.examine(os.path.basename(os.path.realpath(drive.path)))
             if member.get("MD_UUID") != self.array.uuid:
-                raise reads.FactsError(f"{drive} is no longer a member of the array {self.array.uuid}; it was left alone")
+                raise reads.FactsError(f"{drive} is no longer a member of {self.array.uuid}; it was left alone")
             reads.run("mdadm", "--zero-superblock", drive.path)
         reads.run("udevadm", "settle")
 
@@ -170,10 +174,10 @@ def main() -> None:
     )
     given = module.params
     if given["confirm"] != given["name"]:
-        module.fail_json(msg=f"teardown refused: the array is called {given['name']!r}, confirmed is {given['confirm']!r}")
+        module.fail_json(msg=f"teardown refused: {given['confirm']!r} was confirmed, the array is {given['name']!r}")
     if os.geteuid() != 0:
         module.fail_json(msg=f"nvme_raid_teardown on {socket.gethostname()}: root is needed; set become: true")
-    wanted = rules.Wanted(
+    wanted = Wanted(
         devices=tuple(given["devices"]), match=given["match"], name=given["name"], mount_point=given["mount_point"]
     )
     try:
@@ -182,7 +186,7 @@ def main() -> None:
         module.fail_json(msg=f"nvme_raid_teardown on {socket.gethostname()}: {error}. Nothing was changed.")
 
 
-def unmake(module: AnsibleModule, wanted: rules.Wanted) -> None:
+def unmake(module: AnsibleModule, wanted: Wanted) -> None:
     """Decide, refuse or do; leaves through exit_json or fail_json."""
     decision, facts = judge(module, wanted)
     if decision.refusals:
@@ -198,18 +202,18 @@ def unmake(module: AnsibleModule, wanted: rules.Wanted) -> None:
     )
 
 
-def judge(module: AnsibleModule, wanted: rules.Wanted) -> "tuple[rules.Decision, rules.Facts]":
+def judge(module: AnsibleModule, wanted: Wanted) -> "tuple[Decision, Facts]":
     """Read the facts and decide."""
-    facts = reads.read_facts(lambda _: (), wanted.mount_point, module.params["array_file"])
+    facts = reads.read_facts(wanted, module.params["array_file"], lambda _: ())
     return rules.decide_teardown(wanted, facts), facts
 
 
-def check_gone(module: AnsibleModule, wanted: rules.Wanted, before: rules.Decision) -> None:
+def check_gone(module: AnsibleModule, wanted: Wanted, before: Decision) -> None:
     """From fresh facts: nothing of the array is left, and its drives could be chosen again."""
     names = {os.path.basename(os.path.realpath(drive.path)) for drive in before.drives}
-    facts = reads.read_facts(lambda _: names, wanted.mount_point, module.params["array_file"])
+    facts = reads.read_facts(wanted, module.params["array_file"], lambda _: names)
     left = [step.say for step in rules.decide_teardown(wanted, facts).steps]
-    left += [f"{drive}: {reason}" for drive in before.drives for reason in rules.uses(drive.kname, facts)]
+    left += [f"{drive}: {reason}" for drive in before.drives for reason in choice.uses(drive.kname, facts)]
     if left:
         refuse(module, ["after all steps were done, this is left:", *left])
 

@@ -1,4 +1,4 @@
-"""What both nvme_raid modules do to a host besides its drives: configuration files, initramfs, systemd; and how they report."""
+"""What both nvme_raid modules do besides their drives: files, initramfs, systemd, and how they report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Callable, Dict, List
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.nvme_raid_facts import FactsError, run
-from ansible.module_utils.nvme_raid_rules import Decision, Facts, Step
+from ansible.module_utils.nvme_raid_model import Decision, Facts, Step
 
 # blkdiscard, mkfs with initialised tables, and an initramfs for each of many kernels take minutes.
 LONG_SECONDS = 3600
@@ -57,7 +57,7 @@ def do_steps(module: AnsibleModule, steps: List[Step], do: Callable[[Step], None
         except (FactsError, OSError) as error:
             so_far = "".join(f"\n  - {say}" for say in done) or " nothing"
             host = socket.gethostname()
-            module.fail_json(msg=f"on {host}, could not {step.say}: {error}\nDone before that:{so_far}", done=done)
+            module.fail_json(msg=f"on {host}, failed to {step.say}: {error}\nDone before that:{so_far}", done=done)
         done.append(step.say)
 
 

@@ -1,4 +1,4 @@
-"""Reads what nvme_raid_rules.py decides from. Nothing here changes anything; what can't be read is an error, never "unused"."""
+"""Reads the facts that decisions are made from. Nothing here changes a host; what can't be read is an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import stat
 import subprocess
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
-from ansible.module_utils.nvme_raid_rules import LSBLK_COLUMNS, Facts
+from ansible.module_utils.nvme_raid_model import LSBLK_COLUMNS, Facts, Wanted, short_name, walk
 
 SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
 PROGRAMS = ("mdadm", "mkfs.xfs", "mkfs.ext4", "lsblk", "wipefs", "udevadm", "blkdiscard", "systemctl")
@@ -52,10 +52,10 @@ def which(program: str) -> Optional[str]:
     return shutil.which(program, path=SEARCH_PATH)
 
 
-def read_facts(wanted_drives: Callable[[Facts], Iterable[str]], mount_point: str, array_file: str) -> Facts:
+def read_facts(wanted: Wanted, array_file: str, closely: Callable[[Facts], Iterable[str]]) -> Facts:
     """Everything about this host's drives, arrays, mounts and configuration.
 
-    ``wanted_drives`` is called with the facts so far and gives the kernel names of the drives that are to be
+    ``closely`` is called with the facts so far and gives the kernel names of the drives that are to be
     looked at closely: signatures, an exclusive open, processes that have them open.
     """
     programs = sorted(name for name in PROGRAMS if which(name))
@@ -69,8 +69,8 @@ def read_facts(wanted_drives: Callable[[Facts], Iterable[str]], mount_point: str
         "holders": _holders(),
         "mounts": read_mounts(),
         "swaps": _swaps(),
-        "arrays": _arrays("mdadm" in programs),
-        "mount_point": _mount_point(mount_point),
+        "arrays": _arrays(wanted.name) if "mdadm" in programs else {},
+        "mount_point": _mount_point(wanted.mount_point),
     }
     conf = _mdadm_conf()
     facts["files"] = {
@@ -80,12 +80,12 @@ def read_facts(wanted_drives: Callable[[Facts], Iterable[str]], mount_point: str
     }
     facts["initramfs_tool"] = next((tool for tool in ("update-initramfs", "dracut") if which(tool)), "")
     facts["initramfs_stale"] = _initramfs_stale(conf)
-    chosen = sorted(set(wanted_drives(facts)))
+    chosen = sorted(set(closely(facts)))
     facts["signatures"] = {kname: signatures(f"/dev/{kname}") for kname in chosen if os.path.exists(f"/dev/{kname}")}
     facts["exclusive"] = not_exclusive(chosen)
     facts["open_by"] = _open_by(chosen)
     marked = {kname for kname, found in facts["signatures"].items() if _is_member(found)}
-    marked |= {d["kname"] for d in _flat(facts["lsblk"]["blockdevices"]) if d.get("fstype") == "linux_raid_member"}
+    marked |= {d["kname"] for d in walk(facts["lsblk"]["blockdevices"]) if d.get("fstype") == "linux_raid_member"}
     examined = {kname: examine(kname) for kname in sorted(marked)} if "mdadm" in programs else {}
     facts["members"] = {kname: member for kname, member in examined.items() if member}
     return facts
@@ -129,7 +129,8 @@ def _chunk_bytes(text: str) -> int:
     return int(chunk[1]) * {"K": 1024, "M": 1024**2, "G": 1024**3}[chunk[2]] if chunk else 0
 
 
-def _arrays(mdadm: bool) -> Dict[str, Any]:
+def _arrays(name: str) -> Dict[str, Any]:
+    """Every md array; only the one of that name is looked into, the others may be somebody's broken ones."""
     arrays = {}
     for folder in sorted(glob.glob("/sys/block/md*/md")):
         kname = folder.split("/")[3]
@@ -137,12 +138,13 @@ def _arrays(mdadm: bool) -> Dict[str, Any]:
         # A device node that was opened once stays behind as an array with nothing in it.
         if state == "clear":
             continue
-        size = int(_text(f"/sys/block/{kname}/size") or 0)
+        detail = export(run("mdadm", "--detail", "--export", f"/dev/{kname}"))
+        running = short_name(detail.get("MD_NAME", "")) == name and state != "inactive"
         arrays[kname] = {
-            "detail": export(run("mdadm", "--detail", "--export", f"/dev/{kname}")) if mdadm else {},
+            "detail": detail,
             "state": state,
             "chunk_bytes": int(_text(f"{folder}/chunk_size") or 0),
-            "signatures": signatures(f"/dev/{kname}") if size else [],
+            "signatures": signatures(f"/dev/{kname}") if running else [],
         }
     return arrays
 
@@ -324,12 +326,6 @@ def _initramfs_stale(conf: str) -> bool:
         return any(os.stat(path).st_mtime < written for path in images)
     except FileNotFoundError:
         return False
-
-
-def _flat(devices: Iterable[Dict[str, Any]]) -> Iterable[Dict[str, Any]]:
-    for device in devices:
-        yield device
-        yield from _flat(device.get("children", []))
 
 
 def _text(path: str) -> str:
