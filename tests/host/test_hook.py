@@ -227,9 +227,7 @@ def test_no_torch_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
         hook.patch_state()
 
 
-def test_an_incomplete_installation_is_one_clear_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_incomplete_installation_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(layout, "patches_folder", lambda: tmp_path)
     for read in (hook.load_manifest, hook.load_hook):
         with pytest.raises(hook.HookError, match="install fastpersist-bench again"):
@@ -238,15 +236,11 @@ def test_an_incomplete_installation_is_one_clear_line(
 
 def test_a_new_torch_version_gets_its_manifest_entry(overlay: Overlay) -> None:
     command = [sys.executable, "-m", "bench.host.hook"]
-    done = subprocess.run(
-        [*command, overlay.file], env=environment(), capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*command, overlay.file], env=environment(), capture_output=True, text=True, check=True)
     known = hook.load_manifest()[installed().base_version]
     assert patching.parse_manifest({"versions": json.loads(done.stdout)}) == {installed().base_version: known}
     overlay.file.write_bytes(pristine() + b"# edited\n")
-    done = subprocess.run(
-        [*command, overlay.file], env=environment(), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, overlay.file], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "RECORD" in done.stderr
     assert "Traceback" not in done.stderr

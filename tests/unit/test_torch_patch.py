@@ -78,9 +78,7 @@ def test_a_method_set_to_none_is_no_method() -> None:
     assert run_saved(PATCHED, file).data == b"names;ABC"
 
 
-@pytest.mark.parametrize(
-    "source", [tree.SOURCE, tree.SOURCE.rstrip(b"\n"), tree.SOURCE + b"# \x0c\xe2\x80\xa8 odd\n"]
-)
+@pytest.mark.parametrize("source", [tree.SOURCE, tree.SOURCE.rstrip(b"\n"), tree.SOURCE + b"# \x0c\xe2\x80\xa8 odd\n"])
 def test_taking_the_hook_out_gives_the_same_bytes(source: bytes) -> None:
     assert patching.remove_hook(patching.insert_hook(source, tree.HOOK)) == source
 
@@ -121,9 +119,7 @@ def test_a_broken_manifest_is_refused(data: object) -> None:
 
 def test_the_shipped_manifest_knows_the_published_hash_of_2_6_0() -> None:
     known = patching.parse_manifest(json.loads((tree.CHECKOUT / "patches" / "manifest.json").read_text()))
-    assert (
-        known["2.6.0"].pristine_sha256 == "db42dbd71fcd9ca4fb83283350bacde067659b5a53dd647588236a0693bb0d38"
-    )
+    assert known["2.6.0"].pristine_sha256 == "db42dbd71fcd9ca4fb83283350bacde067659b5a53dd647588236a0693bb0d38"
     assert "2.11.0" in known
 
 
@@ -308,9 +304,7 @@ def test_rollback_knows_the_hook_of_another_release(tmp_path: Path, backups: str
     assert path.read_bytes() == tree.SOURCE
 
 
-def test_rollback_of_a_foreign_file_is_refused_and_names_the_verified_backup(
-    tmp_path: Path, backups: str
-) -> None:
+def test_rollback_of_a_foreign_file_is_refused_and_names_the_verified_backup(tmp_path: Path, backups: str) -> None:
     path = tree.build(tmp_path)
     put(path, backups)
     path.write_bytes(FOREIGN)

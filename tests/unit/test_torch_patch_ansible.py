@@ -30,9 +30,7 @@ class Fleet:
         patches = folder / "patches"
         patches.mkdir()
         (patches / patching.HOOK_FILE).write_text(tree.HOOK)
-        versions = {
-            "2.6.0": {"pristine_sha256": tree.sha256(tree.SOURCE), "patched_sha256": tree.sha256(PATCHED)}
-        }
+        versions = {"2.6.0": {"pristine_sha256": tree.sha256(tree.SOURCE), "patched_sha256": tree.sha256(PATCHED)}}
         (patches / "manifest.json").write_text(json.dumps({"schema_version": 1, "versions": versions}))
         self.hosts: dict[str, dict] = {}
 
@@ -108,9 +106,7 @@ def test_check_patch_again_roll_back_again(fleet: Fleet) -> None:
     assert recap(output, "one")["changed"] == 1
     assert path.read_bytes() == PATCHED
     assert tree.bytecode(path) == ["storage.cpython-311.pyc"]
-    kept = Path(
-        patching.backup_path(str(fleet.folder / "one/backups"), "2.6.0+cu124", tree.sha256(tree.SOURCE))
-    )
+    kept = Path(patching.backup_path(str(fleet.folder / "one/backups"), "2.6.0+cu124", tree.sha256(tree.SOURCE)))
     assert kept.read_bytes() == tree.SOURCE
     version = re.search('"(.*)"', (tree.CHECKOUT / "bench/__init__.py").read_text().split("__version__")[1])
     assert json.loads(kept.with_name("backup.json").read_text())["bench_version"] == version.group(1)
@@ -178,9 +174,7 @@ def test_in_check_mode_a_host_without_torch_would_be_patched(fleet: Fleet) -> No
 
 def test_a_damaged_backup_is_replaced_when_patching_again(fleet: Fleet) -> None:
     fleet.host("one", source=PATCHED)
-    kept = Path(
-        patching.backup_path(str(fleet.folder / "one/backups"), "2.6.0+cu124", tree.sha256(tree.SOURCE))
-    )
+    kept = Path(patching.backup_path(str(fleet.folder / "one/backups"), "2.6.0+cu124", tree.sha256(tree.SOURCE)))
     kept.parent.mkdir(parents=True)
     kept.write_bytes(b"damaged")
     kept.with_name("backup.json").write_text("{}")

@@ -39,9 +39,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def build(
-    root: Path, version: str = "2.6.0+cu124", source: bytes = SOURCE, recorded: bytes | None = SOURCE
-) -> Path:
+def build(root: Path, version: str = "2.6.0+cu124", source: bytes = SOURCE, recorded: bytes | None = SOURCE) -> Path:
     """Make <root>/venv with a fake torch; returns the path of serialization.py.
 
     ``recorded`` is what the wheel's RECORD has hashed, None leaves the RECORD out. The venv's python is a
@@ -52,9 +50,7 @@ def build(
     (torch / "__pycache__").mkdir(parents=True)
     (root / "venv" / "bin").mkdir()
     (root / "venv" / "bin" / "python").symlink_to("/nonexistent/python")
-    (torch / "version.py").write_text(
-        f"from typing import Optional\n__version__ = {version!r}\ndebug = False\n"
-    )
+    (torch / "version.py").write_text(f"from typing import Optional\n__version__ = {version!r}\ndebug = False\n")
     (torch / "serialization.py").write_bytes(source)
     for name in (
         "serialization.cpython-311.pyc",
