@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,18 +74,32 @@ def test_a_short_write_is_an_error_and_an_aligned_one_goes_on(tmp_path: Path, mo
         writer.save(obj, tmp_path / "short.pt")
 
 
-def test_space_is_asked_for_first_so_a_full_disk_shows_before_it_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = writer_in(tmp_path)
-    free = os.statvfs(tmp_path)
-    too_much = free.f_bavail * free.f_frsize * 2
-    file = direct.DirectFile(tmp_path / "big.pt", writer._buffers, writer._thread, 4096, MIB)
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of its own with some 20 MiB of space."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: mounts a loop device")
+    image, mount = tmp_path / "disk.img", tmp_path / "disk"
+    with image.open("wb") as file:
+        file.truncate(32 * MIB)
+    mount.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=True)
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_space_is_asked_for_first_and_given_back_when_there_is_not_enough(small_disk: Path) -> None:
+    writer = writer_in(small_disk)
+    before = os.statvfs(small_disk).f_bfree
     with pytest.raises(OSError) as caught:
-        file._reserve(too_much)
+        writer.save(noise(64 * MIB), small_disk / "big.pt")
     assert caught.value.errno == errno.ENOSPC
-    file.abandon()
-    assert (tmp_path / "big.pt").stat().st_size == 0
+    # Nothing of it was written, and what the filesystem had set aside is free again.
+    assert (small_disk / "big.pt").stat().st_size == 0
+    assert os.statvfs(small_disk).f_bfree >= before - 8
+    obj = noise(4 * MIB + 3)
+    writer.verify(obj, writer.save(obj, small_disk / "fits.pt"))
 
 
 def test_a_buffer_too_small_for_the_device_is_refused(tmp_path: Path) -> None:

@@ -209,6 +209,8 @@ class DirectFile:
         if libc.fallocate64(*arguments) == 0:
             return
         number = ctypes.get_errno()
+        # A filesystem without space keeps what it could find: give it back at once.
+        os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size)
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
             raise OSError(number, os.strerror(number), str(self.path))
 
