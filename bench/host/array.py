@@ -129,7 +129,8 @@ def check_mount(
     serials = ", ".join(member.serial for member in array.members)
     raise ArrayError(
         f"{folder} lies on {source} ({kind}, mounted at {point}), not on the array {array.name}{missing}. "
-        f"Are all of its drives here ({serials})? See /proc/mdstat and findmnt {array.mount_point}; then run make provision again"
+        f"Are all of its drives here ({serials})? See /proc/mdstat and findmnt {array.mount_point}; "
+        "then run make provision again"
     )
 
 

@@ -28,9 +28,7 @@ def load_manifest() -> dict[str, patching.Known]:
     try:
         return patching.parse_manifest(json.loads(path.read_text(encoding="utf-8")), str(path))
     except (OSError, ValueError) as error:
-        raise HookError(
-            f"the hook's manifest can't be used ({error}); install fastpersist-bench again"
-        ) from error
+        raise HookError(f"the hook's manifest can't be used ({error}); install fastpersist-bench again") from error
 
 
 def load_hook() -> str:
@@ -39,9 +37,7 @@ def load_hook() -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise HookError(
-            f"the hook {path} can't be read ({error.strerror}); install fastpersist-bench again"
-        ) from error
+        raise HookError(f"the hook {path} can't be read ({error.strerror}); install fastpersist-bench again") from error
 
 
 def torch_file() -> patching.TorchFile:
@@ -49,9 +45,7 @@ def torch_file() -> patching.TorchFile:
     spec = importlib.util.find_spec("torch")
     folders = list(spec.submodule_search_locations or []) if spec else []
     if not folders:
-        raise HookError(
-            "torch is not installed in this Python; run make provision, or use <bench_runtime_root>/venv"
-        )
+        raise HookError("torch is not installed in this Python; run make provision, or use <bench_runtime_root>/venv")
     try:
         return patching.read_torch_file(os.path.join(folders[0], "serialization.py"))
     except patching.PatchError as error:
@@ -145,9 +139,7 @@ def main(arguments: list[str]) -> str:
     if len(arguments) != 1:
         raise HookError("usage: python -m bench.host.hook path/to/torch/serialization.py")
     try:
-        return json.dumps(
-            patching.manifest_entry(patching.read_torch_file(arguments[0]), load_hook()), indent=2
-        )
+        return json.dumps(patching.manifest_entry(patching.read_torch_file(arguments[0]), load_hook()), indent=2)
     except patching.PatchError as error:
         raise HookError(str(error)) from error
 

@@ -98,9 +98,7 @@ class Change:
 
     def diff(self) -> str:
         """A unified diff of what the file becomes, empty when it stays."""
-        before, after = (
-            data.decode("utf-8", "replace").splitlines(True) for data in (self.file.data, self.new)
-        )
+        before, after = (data.decode("utf-8", "replace").splitlines(True) for data in (self.file.data, self.new))
         names = (f"{self.file.path} ({self.state_before})", f"{self.file.path} ({self.state_after})")
         return "".join(difflib.unified_diff(before, after, *names))
 
@@ -126,9 +124,7 @@ def parse_manifest(data: Any, where: str = MANIFEST_FILE) -> dict[str, Known]:
             for key in ("pristine_sha256", "patched_sha256")
         ]
         if not all(_SHA256.fullmatch(digest) for digest in hashes):
-            raise PatchError(
-                f"{where}: version {version} needs pristine_sha256 and patched_sha256, 64 hex digits each"
-            )
+            raise PatchError(f"{where}: version {version} needs pristine_sha256 and patched_sha256, 64 hex digits each")
         known[str(version)] = Known(*hashes)
     return known
 
@@ -201,9 +197,7 @@ def plan_present(file: TorchFile, manifest: Mapping[str, Known], hook: str) -> C
     without = remove_hook(file.data)
     original = file.data if without is None else without
     if sha256_of(original) != known.pristine_sha256:
-        raise PatchError(
-            _foreign(file, manifest) + f" Reinstall torch, then patch again: {file.reinstall_command}"
-        )
+        raise PatchError(_foreign(file, manifest) + f" Reinstall torch, then patch again: {file.reinstall_command}")
     if state == "patched":
         return Change(file, state, state, file.data, original)
     new = insert_hook(original, hook, file.path)
@@ -323,9 +317,7 @@ def find_in_venv(venv: str) -> str | None:
     if not found:
         return None
     if len(found) > 1:
-        raise PatchError(
-            f"{venv} has torch more than once ({', '.join(found.values())}); name the file to patch"
-        )
+        raise PatchError(f"{venv} has torch more than once ({', '.join(found.values())}); name the file to patch")
     torch = os.path.join(*found.values(), "torch")
     if os.path.islink(torch):
         raise PatchError(
@@ -342,9 +334,7 @@ def read_torch_file(path: str) -> TorchFile:
             data = file.read()
             links = os.fstat(file.fileno()).st_nlink
     except OSError as error:
-        raise PatchError(
-            f"cannot read {path}: {error.strerror}; is torch installed there as a whole?"
-        ) from error
+        raise PatchError(f"cannot read {path}: {error.strerror}; is torch installed there as a whole?") from error
     version = _version_beside(path)
     return TorchFile(path, version, data, _recorded_sha256(path, version), links)
 
@@ -374,8 +364,7 @@ def read_backup(folder: str, version: str, sha256: str) -> bytes:
     claimed = manifest.get("pristine_sha256") if isinstance(manifest, dict) else None
     if not sha256_of(data) == claimed == sha256:
         raise PatchError(
-            f"the backup {path} is damaged: sha256 {sha256_of(data)}, its manifest says {claimed}, "
-            f"needed {sha256}"
+            f"the backup {path} is damaged: sha256 {sha256_of(data)}, its manifest says {claimed}, needed {sha256}"
         )
     return data
 
@@ -470,9 +459,7 @@ def _version_beside(path: str) -> str:
         with open(version_file, "rb") as file:
             tree = ast.parse(file.read())
     except (OSError, SyntaxError, ValueError) as error:
-        raise PatchError(
-            f"can't tell the version of torch: {version_file} can't be read ({error})"
-        ) from error
+        raise PatchError(f"can't tell the version of torch: {version_file} can't be read ({error})") from error
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             names = [target.id for target in node.targets if isinstance(target, ast.Name)]

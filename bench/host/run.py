@@ -94,7 +94,14 @@ def run(settings: RunSettings, console: Console) -> HostReport:
             folder / layout.STATUS_FILE, folder / layout.LOG_FILE, settings.run_id, settings.host, console
         )
         with progress.shown(), _signals_raise():
-            return _Run(settings, array, folder, progress).go()
+            try:
+                return _Run(settings, array, folder, progress).go()
+            except InterruptedRunError:
+                progress.update(state="interrupted", reason="interrupted by a signal", phase=None)
+                raise
+            except BaseException as error:
+                progress.update(state="failed", reason=str(error) or type(error).__name__, phase=None)
+                raise
 
 
 class _Run:
@@ -118,7 +125,26 @@ class _Run:
         self.started = time.monotonic()
 
     def go(self) -> HostReport:
-        started_at = utc_now()
+        report = self._new_report()
+        self.progress.update(state="running", cases_total=len(self.rows))
+        try:
+            self.work.mkdir()
+            self._look_for_others()
+            self._measure_all(report)
+            self._check_mount(report.facts.filesystem.source)
+        except InterruptedRunError:
+            report.interrupted = True
+            for row in self.rows:
+                if row.result.reason == NOT_REACHED or row.process is not None:
+                    row.end("failed", "the run was interrupted")
+            raise
+        finally:
+            self._close(report)
+        self.progress.update(state="finished", progress=1.0, case=None, phase=None, repetition=None)
+        return report
+
+    def _new_report(self) -> HostReport:
+        now = utc_now()
         plan = self.plan.model_copy(update={"seed": self.seed})
         write_json(self.folder / layout.PLAN_FILE, plan)
         facts = collect_facts(self.settings.folder)
@@ -126,52 +152,44 @@ class _Run:
             facts.array = self.array.facts()
         elif self.array is not None:
             self._warn(f"{self.settings.folder} is not on the array {self.array.name} ({self.array.mount_point})")
-        patch = hook.patch_state()
         self.gpu_count = len(facts.gpus)
-        report = HostReport(
-            run_id=self.settings.run_id, host=self.settings.host, started_at=started_at,
-            finished_at=started_at, bench_version=bench.__version__,
-            plan=plan.model_dump(mode="json", exclude_defaults=True), facts=facts, patch=patch, cases=[],
-        )  # fmt: skip
-        self.progress.update(state="running", cases_total=len(self.rows))
-        try:
-            self.work.mkdir()
-            self._look_for_others()
-            if self.settings.ceiling:
-                report.ceiling = self._ceiling()
-                if report.ceiling.reason:
-                    self._warn(f"ceiling not measured: {report.ceiling.reason}")
-            for group in self._groups():
-                self._measure(group)
-            if report.ceiling is not None and not report.ceiling.reason:
-                report.ceiling, drifted = with_drift(report.ceiling, self._ceiling())
-                if drifted:
-                    self._warn(drifted)
-                self._share_of_ceiling(report.ceiling)
-            self._check_mount(facts.filesystem.source)
-        except InterruptedRunError:
-            report.interrupted = True
-            for row in self.rows:
-                if row.result.reason == NOT_REACHED or row.process is not None:
-                    row.end("failed", "the run was interrupted")
-            self.progress.update(state="interrupted", reason="interrupted by a signal", phase=None)
-            raise
-        except BaseException as error:
-            self.progress.update(state="failed", reason=str(error) or type(error).__name__, phase=None)
-            raise
-        finally:
-            for row in self.rows:
-                if row.process is not None:
-                    row.process.kill()
-            shutil.rmtree(self.work, ignore_errors=True)
-            report.cases = [row.result for row in self.rows]
-            report.warnings = self.warnings
-            report.finished_at = utc_now()
-            self.spent["rest"] = max(0.0, time.monotonic() - self.started - sum(self.spent.values()))
-            report.time_spent = dict(self.spent)
-            write_json(self.folder / layout.REPORT_FILE, report)
-        self.progress.update(state="finished", progress=1.0, case=None, phase=None, repetition=None)
-        return report
+        return HostReport(
+            run_id=self.settings.run_id,
+            host=self.settings.host,
+            started_at=now,
+            finished_at=now,
+            bench_version=bench.__version__,
+            plan=plan.model_dump(mode="json", exclude_defaults=True),
+            facts=facts,
+            patch=hook.patch_state(),
+            cases=[],
+        )
+
+    def _measure_all(self, report: HostReport) -> None:
+        if self.settings.ceiling:
+            report.ceiling = self._ceiling()
+            if report.ceiling.reason:
+                self._warn(f"ceiling not measured: {report.ceiling.reason}")
+        for group in self._groups():
+            self._measure(group)
+        if report.ceiling is not None and not report.ceiling.reason:
+            report.ceiling, drifted = with_drift(report.ceiling, self._ceiling())
+            if drifted:
+                self._warn(drifted)
+            self._share_of_ceiling(report.ceiling)
+
+    def _close(self, report: HostReport) -> None:
+        """End what still runs, remove what was written, and write the report, however the run ended."""
+        for row in self.rows:
+            if row.process is not None:
+                row.process.kill()
+        shutil.rmtree(self.work, ignore_errors=True)
+        report.cases = [row.result for row in self.rows]
+        report.warnings = self.warnings
+        report.finished_at = utc_now()
+        self.spent["rest"] = max(0.0, time.monotonic() - self.started - sum(self.spent.values()))
+        report.time_spent = dict(self.spent)
+        write_json(self.folder / layout.REPORT_FILE, report)
 
     def _groups(self) -> Iterator[list[_Row]]:
         """Rows that are measured in turns: those of one benchmark, or one by one when that can't be."""

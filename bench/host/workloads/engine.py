@@ -327,7 +327,8 @@ def _why_not(root: Path, saved: Saved, error: Exception) -> str:
     if fragments:
         wanted = fragments[0].name.removesuffix(FRAGMENT_SUFFIX)
         causes.append(
-            f"DeepSpeed wrote {fragments[0].name} and looks for {wanted} (bench mend-checkpoint renames it, {GUIDE} mend 1)"
+            f"DeepSpeed wrote {fragments[0].name} and looks for {wanted} "
+            f"(bench mend-checkpoint renames it, {GUIDE} mend 1)"
         )
     refused = next(_refused_classes(path for path in saved.files if _holds_state(path)), None)
     if refused is not None:
