@@ -292,13 +292,13 @@ def find_cuda(target: Target, folder: Path) -> Cuda | None:
     for home in (Path(name) for name in [*named, "/usr/local/cuda"] if name):
         if _toolkit_major(home) == major:
             compiler = (home / "bin" / "nvcc").exists()
-            libraries = (driver, home / "lib64" / "stubs")
+            libraries = (driver, home / "lib64", home / "lib64" / "stubs")
             if _has_cufile(home):
                 return Cuda(home, libraries, compiler, cufile=True)
             # A toolkit can come without cuFile; torch's own packages have it.
             joined = _toolkit_with_packages(home, folder / "cuda")
             if _has_cufile(joined):
-                return Cuda(joined, libraries, compiler, cufile=True)
+                return Cuda(joined, (driver, joined / "lib64", home / "lib64" / "stubs"), compiler, cufile=True)
             return Cuda(home, libraries, compiler)
     return _cuda_of_packages(target, folder / "cuda", driver)
 
@@ -331,7 +331,7 @@ def _cuda_of_packages(target: Target, home: Path, driver: Path) -> Cuda:
     answer.chmod(0o755)
     # CUDA's headers include those of the compiler's runtime, which are in a package of their own.
     whole = (home / "include" / "crt" / "host_config.h").exists()
-    return Cuda(home, (driver,), cufile=whole and _has_cufile(home))
+    return Cuda(home, (driver, home / "lib64"), cufile=whole and _has_cufile(home))
 
 
 def _has_cufile(home: Path) -> bool:
