@@ -374,7 +374,9 @@ class Environment:
             hashed = [*options, "--require-hashes", "--no-deps", "--no-build-isolation"]
             self.uv("install", *hashed, "-r", files["build"], settings=settings)
             rest = [word for name in sorted(files) if name.startswith("pins") for word in ("-r", files[name])]
-            self.uv("install", *hashed, *rest, settings=settings)
+            # Compiled once here: who runs a benchmark may not write into this folder, and torch with
+            # DeepSpeed and transformers takes twice as long to import from source, in every case's process.
+            self.uv("install", "--compile-bytecode", *hashed, *rest, settings=settings)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
             cache = self.params["uv_cache"]
