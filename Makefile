@@ -140,7 +140,7 @@ test-vm: test-packages ## arrays, in a virtual machine with emulated NVMe drives
 # As root only: somebody else's machine gets a line that names what is missing.
 .PHONY: test-packages
 test-packages: $(STAMP)
-	@missing=$$(dpkg-query -W -f '$${db:Status-Status} $${Package}\n' $(TEST_PACKAGES) 2>&1 | sed -n 's/^not-installed //p; s/.*no packages found matching //p'); \
+	@missing=$$(dpkg-query -W -f '$${db:Status-Status} $${Package}\n' $(TEST_PACKAGES) 2>&1 | sed -n 's/^not-installed //p; s/^config-files //p; s/.*no packages found matching //p'); \
 	if [ -n "$$missing" ]; then \
 		[ "$$(id -u)" = 0 ] || { echo "the tests need: sudo apt-get install" $$missing >&2; exit 1; }; \
 		DEBIAN_FRONTEND=noninteractive; export DEBIAN_FRONTEND; \
