@@ -72,8 +72,9 @@ def _collect_host(store: RunStore, target: Target, start: Start | None, connect:
             return _fetch_host(store, target.name, start.run_folder, remote)
         except HostUnreachableError as error:  # broke in the middle: go on where it ended
             failure = NoReport(target.name, plain(error), unreachable=True)
-        except (RemoteError, OSError) as error:
-            return NoReport(target.name, f"its report cannot be fetched: {plain(error)}")
+        except Exception as error:  # a server that is not OpenSSH can make paramiko raise anything
+            words = plain(error if isinstance(error, RemoteError | OSError) else f"{type(error).__name__}: {error}")
+            return NoReport(target.name, f"its report cannot be fetched: {words}")
         finally:
             remote.close()
     return failure

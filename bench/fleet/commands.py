@@ -124,7 +124,7 @@ def status(run: Run = None, results: Results = RESULTS, known_hosts: KnownHostsF
     store = open_run(results, run)
     watcher = auditing.watcher(Controller(results, known_hosts), store)
     try:
-        watcher.poll()
+        watcher.poll(seconds=60)
         for line in screen(list(watcher.views.values()), 200 if not sys.stdout.isatty() else _width(), 10**6):
             typer.echo(line)
     finally:

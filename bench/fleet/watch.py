@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Literal, TextIO
 
@@ -36,7 +36,9 @@ from bench.results import ReportError, RunStatus, parse_status
 from bench.words import duration, gib_per_second, plain
 
 POLL_SECONDS = 2.0
-POLLS_AT_ONCE = 32
+POLLS_AT_ONCE = 64
+# Asking a lost host can take as long as a connection takes to time out.
+LOST_EVERY_SECONDS = 10.0
 # A host that was lost is waited for this long before the others' results are collected without it.
 PATIENCE_SECONDS = 300.0
 # A running benchmark writes its status at least every 2 s.
@@ -154,7 +156,10 @@ def bar(share: float, width: int) -> str:
 
 
 class Watcher:
-    """Polls every host's status, many at once, each over a connection that is kept."""
+    """Polls every host's status, many at once, each over a connection that is kept.
+
+    A host that does not answer holds up no other: it is asked in the background, and lost ones less often.
+    """
 
     def __init__(self, targets: Sequence[Target], starts: dict[str, Start], connect: Connector) -> None:
         now = time.monotonic()
@@ -163,49 +168,62 @@ class Watcher:
         self._connect = connect
         self._remotes: dict[str, Remote] = {}
         self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max_workers=POLLS_AT_ONCE)
+        self._asked: dict[str, Future[View]] = {}
+        self._ask_again: dict[str, float] = {}
         self.views = {target.name: _first_view(target.name, starts.get(target.name), now) for target in targets}
 
-    def poll(self) -> None:
-        """Ask every host that still has something to say, once."""
-        asked = [view for view in self.views.values() if view.state not in ("finished", "failed")]
-        if asked:
-            with ThreadPoolExecutor(max_workers=min(POLLS_AT_ONCE, len(asked))) as pool:
-                for view in pool.map(self._ask, asked):
-                    self.views[view.host] = view
-                    if view.state in ("finished", "failed", "lost"):
-                        self._hang_up(view.host)
+    def poll(self, seconds: float = POLL_SECONDS) -> None:
+        """Ask every host that still has something to say, and take the answers that come within ``seconds``."""
+        now = time.monotonic()
+        for view in self.views.values():
+            waiting = view.host in self._asked or now < self._ask_again.get(view.host, now)
+            if view.state not in ("finished", "failed") and not waiting:
+                self._asked[view.host] = self._pool.submit(self._ask, view)
+        answered, _ = wait(self._asked.values(), timeout=seconds)
+        for host in [host for host, future in self._asked.items() if future in answered]:
+            view = self._asked.pop(host).result()
+            self.views[host] = view
+            if view.state in ("finished", "failed", "lost"):
+                self._hang_up(host)
+            if view.state == "lost":
+                self._ask_again[host] = time.monotonic() + LOST_EVERY_SECONDS
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; what is still asked then is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for host in list(self._remotes):
             self._hang_up(host)
 
     def _ask(self, view: View) -> View:
-        start = self._starts[view.host]
-        now = time.monotonic
         try:
-            remote = self._remotes.get(view.host)
-            if remote is None:
-                remote = self._connect(self._targets[view.host])
-                with self._lock:
-                    self._remotes[view.host] = remote
-            raw = remote.read(f"{start.run_folder}/{layout.STATUS_FILE}", MAX_STATUS_BYTES)
-            status = parse_status(raw, layout.STATUS_FILE)
-            after = heard(view, status, now())
-            if after.reason and after.state == "running" and is_alive(remote, status.pid, status.run_id) is False:
-                return replace(
-                    after,
-                    state="failed",
-                    reason=f"the benchmark's process (pid {status.pid}) is gone without a report",
-                )
-        except (HostKeyRefusedError, LoginRefusedError) as error:
-            return replace(view, state="failed", reason=plain(error))
+            return self._look(view)
         except FileNotFoundError:
-            return replace(view, state="failed", reason=f"there is no run in {start.run_folder} any more", heard=now())
+            folder = self._starts[view.host].run_folder
+            after = replace(view, state="failed", reason=f"there is no run in {folder} any more")
+        except (HostKeyRefusedError, LoginRefusedError) as error:
+            after = replace(view, state="failed", reason=plain(error))
         except (HostUnreachableError, InventoryError) as error:
-            return lost(view, str(error))
+            after = lost(view, str(error))
         except (RemoteError, ReportError, OSError) as error:
-            return replace(view, state="failed", reason=plain(error), heard=now())
+            after = replace(view, state="failed", reason=plain(error))
+        except Exception as error:  # a server that is not OpenSSH can make paramiko raise anything
+            after = lost(view, f"{type(error).__name__}: {error}")
+        return after
+
+    def _look(self, view: View) -> View:
+        remote = self._remotes.get(view.host)
+        if remote is None:
+            remote = self._connect(self._targets[view.host])
+            with self._lock:
+                self._remotes[view.host] = remote
+        raw = remote.read(f"{self._starts[view.host].run_folder}/{layout.STATUS_FILE}", MAX_STATUS_BYTES)
+        status = parse_status(raw, layout.STATUS_FILE)
+        after = heard(view, status, time.monotonic())
+        silent = after.state == "running" and after.reason is not None
+        if silent and is_alive(remote, status.pid, status.run_id) is False:
+            gone = f"the benchmark's process (pid {status.pid}) is gone without a report"
+            return replace(after, state="failed", reason=gone)
         return after
 
     def _hang_up(self, host: str) -> None:

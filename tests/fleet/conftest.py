@@ -150,6 +150,8 @@ def fleet():
             "PIP_FIND_LINKS": str(SCRATCH / "wheels"),
         }
         for host in hosts.values():
+            shutil.rmtree(host.root / "runs", ignore_errors=True)
+            shutil.rmtree(host.work, ignore_errors=True)
             host.users(authorized, offline)
             host.up()
         (ssh / "config").write_text(f"Host node-2\n  HostName {hosts['node-2'].address}\n  Port 2222\n  User root\n")
@@ -174,6 +176,8 @@ def fleet():
         made.trust(*hosts.values())
         yield made
     finally:
+        if (CHECKOUT / "known_hosts").stat().st_size == 0:
+            (CHECKOUT / "known_hosts").unlink()
         for space in (controller, *(host.space for host in hosts.values()), switch.space):
             space.kill_all()
 

@@ -146,7 +146,7 @@ class Host:
         """Start sshd."""
         self.space.run("mkdir", "-p", "/run/sshd")
         self._sshd = subprocess.Popen(
-            self.space.words("/usr/sbin/sshd", "-D", "-e", "-f", str(self._config)),
+            self.space.words("setpriv", "--pdeathsig", "KILL", "/usr/sbin/sshd", "-D", "-e", "-f", str(self._config)),
             stderr=(self.folder / "sshd.log").open("ab"),
         )
         deadline = time.monotonic() + 10

@@ -85,6 +85,19 @@ def test_reports_and_logs_of_many_hosts_arrive_whole(tmp_path):
     assert list(store.folder.glob("*/.*")) == []
 
 
+def test_whatever_a_server_makes_paramiko_raise_costs_its_own_host(tmp_path):
+    class Odd(LocalHost):
+        def fetch(self, path, partial, limit):
+            raise AttributeError("'NoneType' object has no attribute 'get_id'")
+
+    store = made_store(tmp_path, "odd", "good")
+    for name in ("odd", "good"):
+        host_on_disk(store, tmp_path, name, whole(name))
+    found = collect(store, [Target("odd"), Target("good")], lambda t: Odd() if t.name == "odd" else LocalHost())
+    assert found[1].missing is None
+    assert "AttributeError" in found[0].missing.reason
+
+
 def test_hosts_are_asked_at_the_same_time(tmp_path):
     names = [f"n{n}" for n in range(8)]
     store = made_store(tmp_path, *names)

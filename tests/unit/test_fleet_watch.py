@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -109,6 +111,7 @@ class Remote:
 
 def watcher(remotes, monkeypatch):
     monkeypatch.setattr("bench.fleet.watch.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("bench.fleet.watch.LOST_EVERY_SECONDS", 0.0)
     starts = {name: Start(event="started", run_folder=f"/r/runs/{RUN}") for name in remotes}
     return Watcher([Target(name) for name in remotes], starts, lambda target: remotes[target.name])
 
@@ -131,12 +134,42 @@ def test_what_a_host_answers_is_not_trusted(monkeypatch):
         "refused": Remote(HostKeyRefusedError("the host key has CHANGED")),
         "good": Remote(status(state="finished", progress=1.0)),
         "gone": Remote(FileNotFoundError("status.json")),
+        "odd": Remote(AttributeError("paramiko's own")),
     }
     seen = watcher(hosts, monkeypatch)
     watch(seen, 0, io.StringIO())
     states = {name: one.state for name, one in seen.views.items()}
-    assert states == {"junk": "failed", "deep": "failed", "refused": "failed", "good": "finished", "gone": "failed"}
+    assert states == {
+        "junk": "failed",
+        "deep": "failed",
+        "refused": "failed",
+        "good": "finished",
+        "gone": "failed",
+        "odd": "lost",
+    }
     assert "CHANGED" in seen.views["refused"].reason
+
+
+def test_a_host_that_hangs_holds_up_no_other(monkeypatch):
+    let_go = threading.Event()
+
+    class Hanging(Remote):
+        def read(self, path, limit):
+            let_go.wait(30)
+            raise HostUnreachableError("timed out")
+
+    seen = watcher({"slow": Hanging(), "quick": Remote(status(state="finished"))}, monkeypatch)
+    try:
+        begin = time.monotonic()
+        seen.poll(seconds=0.5)
+        assert {name: one.state for name, one in seen.views.items()} == {"slow": "waiting", "quick": "finished"}
+        seen.poll(seconds=0.1)
+        assert time.monotonic() - begin < 10
+    finally:
+        let_go.set()
+    seen.poll(seconds=10)
+    assert seen.views["slow"].state == "lost"
+    seen.close()
 
 
 def test_a_process_that_is_gone_without_a_report_is_told_from_a_silent_one(monkeypatch):
