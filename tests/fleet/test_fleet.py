@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import FAST, TINY_PLAN, Fleet
+
+from bench.fleet.store import RunStore
+from bench.plan import Plan
 
 NODES = ("node-1", "node-2", "node-3", "node-4")
 PRISTINE = "db42dbd71fcd9ca4fb83283350bacde067659b5a53dd647588236a0693bb0d38"
@@ -286,6 +290,43 @@ def test_hostile_reports_cost_their_own_host_and_no_other(provisioned, good_run)
     finally:
         for name, path in files.items():
             path.write_bytes(whole[name])
+
+
+def test_host_names_that_are_paths_or_pages_stay_names(provisioned, good_run, tmp_path):
+    """Through the real collector: four names of one host, whose reports bear those names; one has a NaN."""
+    names = ["../../../../../tmp/evil", "<script>alert(1)</script>", "report.md", "nan"]
+    host = provisioned.hosts["node-1"]
+    run_id = "20300101T000000Z-beef"
+    inventory = tmp_path / "odd.yml"
+    reached = {"ansible_host": host.address, "ansible_user": "root"}
+    inventory.write_text(yaml.safe_dump({"all": {"hosts": dict.fromkeys(names, reached)}}))
+    known = RunStore(provisioned.results, good_run).targets()
+    odd = RunStore(provisioned.results, run_id)
+    changes = {"run_id": run_id, "hosts": sorted(names), "inventory": [str(inventory)]}
+    odd.create(known.model_copy(update=changes), Plan.model_validate(TINY_PLAN))
+    whole = (host.root / "runs" / good_run / "report.json").read_text()
+    for number, name in enumerate(names):
+        folder = host.root / "runs" / f"odd-{number}"
+        folder.mkdir()
+        data = {**json.loads(whole), "run_id": run_id, "host": name}
+        if name == "nan":
+            data["cases"][0]["spread"] = float("nan")
+        (folder / "report.json").write_text(json.dumps(data))
+        with odd.start_file.open("a") as file:
+            file.write(json.dumps({"host": name, "event": "started", "run_folder": str(folder)}) + "\n")
+    try:
+        done = provisioned.make("collect", "report", RUN=run_id)
+        rows = verdicts(provisioned, run_id)
+        assert {name: rows[name]["verdict"] for name in names} == {**dict.fromkeys(names, "PASS"), "nan": "FAILED"}, (
+            done
+        )
+        assert "NaN is not a number" in rows["nan"]["reason"]
+        page = (odd.folder / "report.md").read_text()
+        assert "<script" not in page
+        assert all((odd.folder / rows[name]["report"]).resolve().parent.parent == odd.folder for name in names[:3])
+        assert not Path("/tmp/evil").exists()
+    finally:
+        shutil.rmtree(odd.folder)
 
 
 def test_rollback_restores_the_others_names_the_missing_one_and_finishes_next_time(provisioned):
