@@ -60,6 +60,12 @@ def test_nothing_else_confirms(tmp_path: Path, arguments: list[str], in_inventor
     assert "UNREACHABLE" not in output
 
 
+def test_an_empty_name_is_never_confirmed(tmp_path: Path) -> None:
+    output = teardown(tmp_path, "--extra-vars", "nvme_raid_confirm=", in_inventory=', nvme_raid_name: ""')
+    assert "teardown refused" in output
+    assert "UNREACHABLE" not in output
+
+
 def test_a_rescue_destroys_nothing_even_when_confirmed(tmp_path: Path) -> None:
     playbook = tmp_path / "rescue.yml"
     playbook.write_text(

@@ -251,6 +251,23 @@ def test_a_namespace_from_over_the_network_may_be_somebody_elses() -> None:
     assert any("NVMe over tcp" in r for r in machine.refusals(*SERIALS))
 
 
+def test_a_namespace_whose_transport_is_not_known() -> None:
+    machine = before()
+    machine.facts["nvme"][machine.kname("DATA0001")]["transport"] = ""
+    assert any("NVMe over an unknown transport" in r for r in machine.refusals(*SERIALS))
+
+
+def test_lsblk_of_old_util_linux_writes_strings() -> None:
+    machine = before()
+    for disk in machine.facts["lsblk"]["blockdevices"]:
+        disk.update({"size": str(disk["size"]), "log-sec": str(disk["log-sec"]), "ro": "0"})
+    decision = machine.decide(*SERIALS)
+    assert steps(decision) == OUR_STEPS
+    assert decision.drives[0].size_bytes == 536870912
+    machine.disk("DATA0001")["ro"] = "1"
+    assert "is read-only" in machine.refusals(*SERIALS)[0]
+
+
 def test_unequal_sizes_and_sectors() -> None:
     refusals = before().refusals("DATA0001", "ODD0001")
     assert [r.split(":")[0] for r in refusals] == [
@@ -534,6 +551,17 @@ def test_a_teardown_says_which_members_it_could_not_wipe() -> None:
     assert steps(decision) == ["fstab", "mdadm_conf", "initramfs", "forget", "stop", "zero"]
     assert {drive.serial for drive in decision.drives} == {"DATA0001", "DATA0003"}
     assert decision.notes[0].startswith("1 of 3 members are not on this host")
+
+
+@pytest.mark.parametrize("name", ["", "md127", "0"])
+def test_a_teardown_needs_a_name_of_its_own(name: str) -> None:
+    """Arrays of old metadata have no name: an empty one must not mean all of them."""
+    machine = made()
+    for told in (machine.facts["arrays"]["md127"]["detail"], *machine.facts["members"].values()):
+        told["MD_NAME"] = name
+    decision = machine.teardown(name=name)
+    assert decision.steps == []
+    assert "nvme_raid_name" in decision.refusals[0]
 
 
 def test_a_teardown_touches_no_other_array() -> None:

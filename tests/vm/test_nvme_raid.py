@@ -228,7 +228,7 @@ def test_teardown_is_refused_unless_this_run_names_the_array(guest: Guest, contr
 
 
 def test_teardown_stops_at_a_mount_in_use(guest: Guest, controller: Controller) -> None:
-    guest.run(f"cd {MOUNT} && nohup sleep 1000 >/dev/null 2>&1 </dev/null &")
+    guest.run(f"(cd {MOUNT} && exec sleep 1000) >/dev/null 2>&1 </dev/null &")
     said = controller.play("playbooks/teardown.yml", fails=True, nvme_raid_confirm=NAME).output
     assert "in use by" in said
     assert "(sleep)" in said
@@ -265,6 +265,9 @@ def test_the_freed_drives_make_an_array_again(guest: Guest, controller: Controll
     geometry = guest.run(f"dumpe2fs -h /dev/md/{NAME} 2>/dev/null | grep RAID")
     assert geometry.split() == ["RAID", "stride:", "16", "RAID", "stripe", "width:", "48"]
     assert controller.raid(**variables).changed == 0
+    guest.run(f"echo kept >{MOUNT}/file && umount {MOUNT} && mdadm --stop /dev/md/{NAME}")
+    assert "assemble the array" in controller.raid(**variables).output
+    assert guest.run(f"cat {MOUNT}/file") == "kept\n"
 
 
 def test_a_crippled_array_can_be_torn_down(guest: Guest, controller: Controller) -> None:

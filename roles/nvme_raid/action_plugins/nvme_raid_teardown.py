@@ -43,7 +43,7 @@ class ActionModule(ActionBase):
             return self._refuse(result, "the confirmation can't be an argument of the task")
         if "ansible_failed_task" in variables:
             return self._refuse(result, "a task failed before it in this play: nothing is destroyed in a rescue")
-        if confirmed != name:
+        if not confirmed or confirmed != name:
             given = f"CONFIRM={confirmed} was given" if confirmed else "no confirmation was given with this run"
             return self._refuse(
                 result,

@@ -213,7 +213,7 @@ class Maker:
         reads.run("mount", self.wanted.mount_point)
 
     def write(self, file: str) -> None:
-        replace_text(self.module, self.facts["files"][file]["path"], self.decision.files[file])
+        replace_text(self.module, self.facts["files"][file], self.decision.files[file])
 
 
 def main() -> None:
@@ -253,13 +253,21 @@ def make(module: AnsibleModule, wanted: Wanted) -> None:
     missing = [program for program in rules.programs_needed(wanted) if program not in facts["programs"]]
     if missing and not module.check_mode:
         raise reads.FactsError(f"{', '.join(missing)} not found; the role installs mdadm and the filesystem's tools")
+    steps = decision.steps
     if not module.check_mode:
+        if steps and steps[0].do == "assemble":
+            # Only now can be seen what is on it: the rest is decided from that.
+            do_steps(module, steps[:1], Maker(module, wanted, decision, facts).do)
+            decision, facts = judge(module, wanted, new_uuid)
+            if decision.refusals:
+                refuse(module, decision.refusals)
+            steps = steps[:1] + decision.steps
         do_steps(module, decision.steps, Maker(module, wanted, decision, facts).do)
-        if decision.steps:
+        if steps:
             check_made(module, wanted)
     module.exit_json(
-        changed=bool(decision.steps),
-        steps=[step.say for step in decision.steps],
+        changed=bool(steps),
+        steps=[step.say for step in steps],
         missing=missing,
         array=rules.describe(wanted, decision),
         diff=differences(decision, facts),

@@ -157,7 +157,7 @@ class Unmaker:
         reads.run("udevadm", "settle")
 
     def write(self, file: str) -> None:
-        replace_text(self.module, self.facts["files"][file]["path"], self.decision.files[file])
+        replace_text(self.module, self.facts["files"][file], self.decision.files[file])
 
 
 def main() -> None:
@@ -173,7 +173,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     given = module.params
-    if given["confirm"] != given["name"]:
+    if not given["confirm"] or given["confirm"] != given["name"]:
         module.fail_json(msg=f"teardown refused: {given['confirm']!r} was confirmed, the array is {given['name']!r}")
     if os.geteuid() != 0:
         module.fail_json(msg=f"nvme_raid_teardown on {socket.gethostname()}: root is needed; set become: true")

@@ -8,7 +8,7 @@ import tempfile
 from typing import Callable, Dict, List
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nvme_raid_facts import FactsError, run
+from ansible.module_utils.nvme_raid_facts import FactsError, read_text, run
 from ansible.module_utils.nvme_raid_model import Decision, Facts, Step
 
 # blkdiscard, mkfs with initialised tables, and an initramfs for each of many kernels take minutes.
@@ -19,8 +19,14 @@ INITRAMFS_COMMANDS = {
 }
 
 
-def replace_text(module: AnsibleModule, path: str, text: str) -> None:
-    """Put ``text`` in the place of a file at once; owner, mode and SELinux context of the old one stay."""
+def replace_text(module: AnsibleModule, known: Dict[str, str], text: str) -> None:
+    """Put ``text`` in the place of a file at once; owner, mode and SELinux context of the old one stay.
+
+    ``known`` has the path and the text that the decision was made from; raises FactsError when it has changed since.
+    """
+    path = os.path.realpath(known["path"])
+    if read_text(path) != known["text"]:
+        raise FactsError(f"somebody else changed {path} meanwhile, so it was left alone; run again")
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=folder, prefix=f".{os.path.basename(path)}.")

@@ -55,7 +55,7 @@ def choose(wanted: Wanted, facts: Facts) -> Tuple[List[Drive], List[str]]:
 
 def _resolve(name: str, facts: Facts) -> Tuple[List[str], List[str]]:
     """Kernel names of what one entry of nvme_raid_devices means, or why it means nothing."""
-    if KERNEL_NAME_PATTERN.match(name):
+    if KERNEL_NAME_PATTERN.fullmatch(name):
         remedy = "use the serial or the name in /dev/disk/by-id"
         return [], [f"{name}: a kernel name can mean another drive after the next boot; {remedy}"]
     prefix = "/dev/disk/by-id/"
@@ -90,8 +90,9 @@ def _unfit(drive: Drive, drives: List[Drive], facts: Facts) -> Iterator[str]:
         return
     if nvme["hidden"]:
         yield "is the hidden path of a multipath namespace; choose the namespace itself"
-    if nvme["transport"] not in ("pcie", ""):
-        yield f"is NVMe over {nvme['transport']}, not a local drive: another host may be using it"
+    if nvme["transport"] != "pcie":
+        transport = nvme["transport"] or "an unknown transport"
+        yield f"is NVMe over {transport}, not a local drive: another host may be using it"
     if not drive.path.startswith("/dev/disk/by-id/"):
         yield "has no name in /dev/disk/by-id; is udev running?"
     twins = [d for d in drives if d.kname != drive.kname and facts["nvme"].get(d.kname, {}).get("wwid") == nvme["wwid"]]
@@ -110,7 +111,8 @@ def uses(kname: str, facts: Facts) -> List[str]:
     reasons = [reason for device in stack for reason in _in_use(device, kname, facts)]
     reasons += _written_on(kname, stack, facts)
     reasons += [f"is held by {holder}" for holder in facts["holders"].get(kname, [])]
-    if stack[0].get("ro"):
+    # util-linux before 2.33 writes every value as a string.
+    if str(stack[0].get("ro")) in ("1", "True"):
         reasons.append("is read-only")
     if kname in facts["exclusive"]:
         reasons.append(f"can't be opened exclusively: {facts['exclusive'][kname]}")

@@ -74,9 +74,9 @@ def read_facts(wanted: Wanted, array_file: str, closely: Callable[[Facts], Itera
     }
     conf = _mdadm_conf()
     facts["files"] = {
-        "fstab": {"path": FSTAB, "text": _text(FSTAB)},
-        "mdadm_conf": {"path": conf, "text": _text(conf)},
-        "array": {"path": array_file, "text": _text(array_file)},
+        "fstab": {"path": FSTAB, "text": read_text(FSTAB)},
+        "mdadm_conf": {"path": conf, "text": read_text(conf)},
+        "array": {"path": array_file, "text": read_text(array_file)},
     }
     facts["initramfs_tool"] = next((tool for tool in ("update-initramfs", "dracut") if which(tool)), "")
     facts["initramfs_stale"] = _initramfs_stale(conf)
@@ -134,7 +134,7 @@ def _arrays(name: str) -> Dict[str, Any]:
     arrays = {}
     for folder in sorted(glob.glob("/sys/block/md*/md")):
         kname = folder.split("/")[3]
-        state = _text(f"{folder}/array_state").strip()
+        state = read_text(f"{folder}/array_state").strip()
         # A device node that was opened once stays behind as an array with nothing in it.
         if state == "clear":
             continue
@@ -143,7 +143,7 @@ def _arrays(name: str) -> Dict[str, Any]:
         arrays[kname] = {
             "detail": detail,
             "state": state,
-            "chunk_bytes": int(_text(f"{folder}/chunk_size") or 0),
+            "chunk_bytes": int(read_text(f"{folder}/chunk_size") or 0),
             "signatures": signatures(f"/dev/{kname}") if running else [],
         }
     return arrays
@@ -162,14 +162,14 @@ def read_nvme() -> Dict[str, Any]:
         kname = os.path.basename(block)
         device = os.path.realpath(f"{block}/device")
         controllers = [device, *glob.glob(f"{device}/nvme[0-9]*")]
-        transports = {_text(f"{controller}/transport").strip() for controller in controllers} - {""}
+        transports = {read_text(f"{controller}/transport").strip() for controller in controllers} - {""}
         found[kname] = {
-            "serial": _text(f"{device}/serial").strip(),
-            "model": _text(f"{device}/model").strip(),
-            "firmware": _text(f"{device}/firmware_rev").strip(),
+            "serial": read_text(f"{device}/serial").strip(),
+            "model": read_text(f"{device}/model").strip(),
+            "firmware": read_text(f"{device}/firmware_rev").strip(),
             "transport": next((t for t in sorted(transports) if t != "pcie"), "pcie" if transports else ""),
-            "wwid": _text(f"{block}/wwid").strip(),
-            "hidden": _text(f"{block}/hidden").strip() == "1",
+            "wwid": read_text(f"{block}/wwid").strip(),
+            "hidden": read_text(f"{block}/hidden").strip() == "1",
         }
     return found
 
@@ -227,12 +227,12 @@ def parse_mountinfo(text: str, namespace: str, process_name: str, own: bool) -> 
 def process(pid: str) -> str:
     """A process as a person knows it: number and name."""
     number = str(os.getpid()) if pid == "self" else pid
-    return f"{number} ({_text(f'/proc/{pid}/comm').strip()})"
+    return f"{number} ({read_text(f'/proc/{pid}/comm').strip()})"
 
 
 def _swaps() -> List[Dict[str, str]]:
     swaps = []
-    for line in _text("/proc/swaps").splitlines()[1:]:
+    for line in read_text("/proc/swaps").splitlines()[1:]:
         path = _unescape(line.split()[0])
         try:
             status = os.stat(path)
@@ -328,7 +328,7 @@ def _initramfs_stale(conf: str) -> bool:
         return False
 
 
-def _text(path: str) -> str:
+def read_text(path: str) -> str:
     """The text of a small file, empty when there is none; other errors are raised."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:

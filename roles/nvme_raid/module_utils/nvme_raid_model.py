@@ -33,8 +33,8 @@ Facts = Dict[str, Any]
 LSBLK_COLUMNS = "NAME,KNAME,PATH,MAJ:MIN,TYPE,SIZE,LOG-SEC,RO,MODEL,SERIAL,FSTYPE"
 FILESYSTEMS = ("xfs", "ext4")
 # The md 1.2 superblock has 32 bytes for the name, of which "any:" takes four.
-NAME_PATTERN = re.compile(r"^[A-Za-z][A-Za-z0-9_-]{0,27}$")
-KERNEL_NAME_PATTERN = re.compile(r"^(/dev/)?(nvme\d+(c\d+)?n\d+(p\d+)?|sd[a-z]+\d*|vd[a-z]+\d*|md\d+)$")
+NAME_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,27}")
+KERNEL_NAME_PATTERN = re.compile(r"(/dev/)?(nvme\d+(c\d+)?n\d+(p\d+)?|sd[a-z]+\d*|vd[a-z]+\d*|md\d+)")
 SYSTEM_MOUNTS = ("/", "/boot", "/boot/efi", "/usr", "/var")
 # Filesystem UUIDs are derived from the array's, so that a filesystem can be told to be this role's.
 FILESYSTEM_NAMESPACE = uuid.UUID("6d1f7a0e-9f0b-5c37-8f44-3b8f3a5d2c11")
@@ -138,8 +138,8 @@ def drive_of(kname: str, facts: Facts) -> Drive:
         serial=nvme.get("serial") or disk.get("serial") or "unknown",
         model=nvme.get("model") or (disk.get("model") or "").strip(),
         firmware=nvme.get("firmware", ""),
-        size_bytes=disk.get("size") or 0,
-        sector_bytes=disk.get("log-sec") or 0,
+        size_bytes=int(disk.get("size") or 0),
+        sector_bytes=int(disk.get("log-sec") or 0),
     )
 
 

@@ -69,11 +69,7 @@ def refuse_settings(wanted: Wanted) -> List[str]:
         refusals.append("nvme_raid_devices and nvme_raid_match are both set: choose the drives in one way")
     if wanted.match and wanted.count < 2:
         refusals.append("nvme_raid_match needs nvme_raid_count, the exact number of drives it must match, 2 or more")
-    if not NAME_PATTERN.match(wanted.name) or KERNEL_NAME_PATTERN.match(wanted.name):
-        refusals.append(
-            f"nvme_raid_name {wanted.name!r}: use letters, digits, - and _, a letter first, 28 characters at most, "
-            "and no kernel name such as md0, which changes between boots"
-        )
+    refusals += refuse_name(wanted.name)
     if wanted.chunk_kib < 4 or wanted.chunk_kib & (wanted.chunk_kib - 1):
         refusals.append(f"nvme_raid_chunk_kib {wanted.chunk_kib}: a chunk is a power of two of KiB, 4 or more")
     if wanted.filesystem not in FILESYSTEMS:
@@ -84,6 +80,16 @@ def refuse_settings(wanted: Wanted) -> List[str]:
     if re.search(r"\s", point + wanted.mount_options):
         refusals.append("nvme_raid_mount_point and nvme_raid_mount_options can't hold white space")
     return refusals
+
+
+def refuse_name(name: str) -> List[str]:
+    """Refuse a name that can't be an array's own: an empty one would be that of every array without a name."""
+    if NAME_PATTERN.fullmatch(name) and not KERNEL_NAME_PATTERN.fullmatch(name):
+        return []
+    return [
+        f"nvme_raid_name {name!r}: use letters, digits, - and _, a letter first, 28 characters at most, "
+        "and no kernel name such as md0, which changes between boots"
+    ]
 
 
 def find_array(name: str, facts: Facts) -> Tuple[Optional[Array], List[str]]:
@@ -284,7 +290,7 @@ def decide_teardown(wanted: Wanted, facts: Facts) -> Decision:
     Configuration goes first and superblocks last: until its last member is wiped, an interrupted teardown finds the
     array by its name again.
     """
-    decision = Decision()
+    decision = Decision(refusals=refuse_name(wanted.name))
     array, refusals = find_array(wanted.name, facts)
     decision.array = array
     decision.refusals += refusals
