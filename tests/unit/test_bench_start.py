@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from fake_bench import FAKE
 
 from bench.host.lock import run_lock
 
@@ -24,22 +25,6 @@ RUN = "20261129T174442Z-3f9c"
 spec = importlib.util.spec_from_file_location("bench_start", MODULE)
 bench_start = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench_start)
-
-# Stands in for the installed benchmark: it has the same command line and writes the same status file.
-FAKE = """#!/usr/bin/env python3
-import json, os, sys, time
-run, plan, _, folder, _, run_id, _, host, *rest = sys.argv[1:]
-if "--fail" in rest:
-    sys.exit("bench: folder " + folder + " is full")
-if "--dry-run" in rest:
-    print("would write 1 GiB"); sys.exit(0)
-place = os.path.join(os.environ["BENCH_RUNTIME_ROOT"], "runs", run_id)
-status = dict(run_id=run_id, host=host, pid=os.getpid(), state="running", session=os.getsid(0),
-              argv=sys.argv, folder=os.getcwd(), ops=os.environ.get("BENCH_OPS_CACHE"), plan=open(plan).read())
-with open(place + "/part", "w") as file: json.dump(status, file)
-os.rename(place + "/part", place + "/status.json")
-time.sleep(60)
-"""
 
 
 @pytest.fixture
@@ -151,8 +136,8 @@ def test_under_systemd_it_is_a_unit_of_the_user_with_locked_memory():
     command = bench_start.detached_command(["bench", "run"], {"B": "2", "A": "1 x"}, "unit-1", "ops", "/r/console.log")
     assert command == [
         "--quiet", "--collect", "--unit=unit-1", "--uid=ops", "--property=LimitMEMLOCK=infinity",
-        "--property=KillMode=mixed", "--setenv=A=1 x", "--setenv=B=2", "/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1',
-        "/r/console.log", "bench", "run",
+        "--property=KillMode=mixed", "--property=WorkingDirectory=/r", "--setenv=A=1 x", "--setenv=B=2",
+        "/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', "/r/console.log", "bench", "run",
     ]  # fmt: skip
 
 

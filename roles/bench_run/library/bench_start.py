@@ -106,6 +106,7 @@ def detached_command(command, environment, unit, user, console):
     return [
         "--quiet", "--collect", "--unit=" + unit, "--uid=" + user,
         "--property=LimitMEMLOCK=infinity", "--property=KillMode=mixed",
+        "--property=WorkingDirectory=" + os.path.dirname(console),
         *["--setenv=%s=%s" % pair for pair in sorted(environment.items())],
         # The shell opens the log: StandardOutput=append: needs a newer systemd than EL8 has.
         "/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', console, *command,
