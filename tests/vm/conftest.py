@@ -1,4 +1,4 @@
-"""One guest for all stories of this folder, in the order they are written: each starts where the last one ended."""
+"""One guest for all chapters of a story, in the order they are written: each starts where the last one ended."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Controller:
         return self.play("tests/vm/raid.yml", *arguments, fails=fails, **variables)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def guest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guest]:
     guest = Guest(cached_image(), tmp_path_factory.mktemp("guest"), DRIVES)
     partition_table(guest.disk("PART0001"))
@@ -84,7 +84,7 @@ def guest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guest]:
         guest.kill()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def controller(guest: Guest) -> Controller:
     return Controller(guest)
 
@@ -95,14 +95,15 @@ def partition_table(disk: Path) -> None:
     subprocess.run(["/usr/sbin/sfdisk", "--quiet", disk], input=layout, check=True, text=True)
 
 
-_failed: list[str] = []
+_broken: dict[str, str] = {}
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
-        _failed.append(item.name)
+        _broken.setdefault(item.path.name, item.name)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if _failed:
-        pytest.fail(f"not run: the story broke off at {_failed[0]}", pytrace=False)
+    """Where chapters follow each other (``STORY``), those after one that failed would only fail of that."""
+    if getattr(item.module, "STORY", False) and item.path.name in _broken:
+        pytest.fail(f"not run: the story broke off at {_broken[item.path.name]}", pytrace=False)

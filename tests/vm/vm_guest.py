@@ -128,11 +128,21 @@ class Guest:
         with path.open("rb") as file:
             subprocess.run([*self._ssh_command(), f"cat >{target}"], check=True, timeout=60, stdin=file)
 
-    def fetch_initramfs(self) -> None:
-        """Take the initramfs that the guest built, so that the next boot uses it, as a boot loader would."""
-        command = [*self._ssh_command(), "cat /boot/initrd.img-*"]
-        with self.initramfs.open("wb") as file:
-            subprocess.run(command, check=True, timeout=120, stdout=file)
+    def build_initramfs(self) -> None:
+        """Build the initramfs with the guest's own tool and files, while the guest is off; the next boot uses it.
+
+        Natively, since under emulation it takes a minute. In a mount namespace of its own, so nothing stays mounted.
+        """
+        build = 'chroot "$2" /usr/sbin/update-initramfs.real -u -k all'
+        script = f'mount -o loop "$1" "$2"; {build}; cp "$2"/boot/initrd.img-* "$3"'
+        inside = self.folder / "root"
+        inside.mkdir(exist_ok=True)
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-ec", script, "sh", self.folder / "root.img", inside, self.initramfs],
+            check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise GuestError(f"no initramfs could be built for the guest:\n{done.stdout}")
 
     def _ssh(self, command: str, timeout: float) -> subprocess.CompletedProcess[str]:
         try:
