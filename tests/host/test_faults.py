@@ -91,8 +91,8 @@ def assert_no_rate(case: CaseResult, status: str = "failed") -> None:
 
 @needs_root
 def test_a_disk_that_another_process_fills_fails_every_row_that_writes(tmp_path: Path, runtime_root: Path) -> None:
-    with loop_mount(tmp_path, 400) as mounted:
-        arguments = ["torch-save-tensor", "--folder", str(mounted), "--mb_size", "64", "--repetitions", "1000"]
+    with loop_mount(tmp_path, 200) as mounted:
+        arguments = ["torch-save-tensor", "--folder", str(mounted), "--mb_size", "32", "--repetitions", "1000"]
         with started(tmp_path, runtime_root, *arguments) as process:
             await_phase(tmp_path, "save")
             filler = mounted / "filler"
@@ -206,12 +206,12 @@ def test_a_native_exit_costs_its_row_and_leaves_its_last_words(bench: Bench, fol
 
 
 def test_a_writer_that_hangs_is_ended_at_its_limit(bench: Bench, folder: Path, tmp_path: Path) -> None:
-    plan = write_plan(tmp_path / "my.yml", case_timeout_seconds=45)
+    plan = write_plan(tmp_path / "my.yml", case_timeout_seconds=25)
     done = bench("run", str(plan), "--folder", str(folder), "--no-ceiling", **inside("hang"))
     assert done.returncode == 4
     cases = cases_of(tmp_path)
     assert_no_rate(cases["torch_save"], "timeout")
-    assert "took over 45 s and was ended" in (cases["torch_save"].reason or "")
+    assert "took over 25 s and was ended" in (cases["torch_save"].reason or "")
     assert cases["ds_aio"].status == "ok"
     assert not list(folder.iterdir())
 
