@@ -100,7 +100,7 @@ class _Child:
         if case.writer == "ds_gds":
             # DeepSpeed and cuFile leave their settings and log in the working directory.
             os.chdir(self.spec.folder)
-        if case.writer.startswith("ds_") or case.workload == "engine":
+        if case.writer.startswith("ds_") or case.workload == "engine" or case.options.fused:
             folder = ops.activate(self.spec.root)
             if case.writer == "ds_gds" and case.options.gpu and not ops.op_file(folder, "gds").exists():
                 words = f"DeepSpeed's gds op is not built here: cuFile's headers or library were missing ({gds.GUIDE})"

@@ -32,7 +32,7 @@ said() { echo "== $1 ($(($(date +%s) - began)) s)"; }
 began=$(date +%s)
 
 one_run() { # NAME: a run of that plan as make gpu-check makes it
-    python3 -m bench run "$1" --gpu --no-patch --folder $place/folder --host "$(name)" > "$place/$1.log" 2>&1
+    ${LIMIT:+timeout -s TERM $LIMIT} python3 -m bench run "$2" --gpu --no-patch --folder $place/folder --host "$(name)" > "$place/$1.log" 2>&1
     echo "exit code $?" >> "$place/$1.log"
 }
 name() { nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr ' ' '-' | tr '[:upper:]' '[:lower:]'; }
@@ -69,7 +69,8 @@ for step in "$@"; do
     grow) # some machines show their memory only as it is used; the checks look at what is shown
         python3 -c 'import sys; b = bytearray(int(sys.argv[1]) << 30)
 for i in range(0, len(b), 4096): b[i] = 1' 40; free -g | head -2 ;;
-    plan:*) one_run "${step#plan:}"; collect "${step#plan:}"; cat "$place/${step#plan:}.log" ;;
+    gdstests) timeout 120 python3 -m pytest -q -p no:cacheprovider tests/host/test_gpu.py -k "cufile or double or named or short or zip_rows" 2>&1 | tail -40 ;;
+    plan:*) n=$(basename "${step#plan:}" .yml); one_run "$n" "${step#plan:}"; collect "$n"; cat "$place/$n.log" ;;
     start:*) export -f one_run name; export place; setsid bash -c "one_run ${step#start:}" > /dev/null 2>&1 & ;;
     await:*)
         log=$place/${step#await:}.log

@@ -24,7 +24,7 @@ def bench_environment(tmp_path: Path, runtime_root: Path, **more: str) -> dict[s
     """The environment of a bench process: this checkout, runs below ``tmp_path``, the built ops."""
     return {
         **os.environ,
-        "PYTHONPATH": str(CHECKOUT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")])),
         "BENCH_RUNTIME_ROOT": str(tmp_path / "runtime"),
         "BENCH_OPS_CACHE": str(layout.ops_root(runtime_root)),
         "COLUMNS": "160",
