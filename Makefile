@@ -57,6 +57,17 @@ run: $(STAMP) ## measure PLAN on HOSTS, watch, collect, print the verdicts (RETR
 	@bench audit '$(PLAN)' $(ON_HOSTS) $(if $(RETRY),--retry '$(RETRY)') $(if $(FOLDER),--folder '$(FOLDER)') \
 		$(if $(FORKS),--forks $(FORKS)) $(ARGS)
 
+# Nothing is installed: the node's runtime when make provision made one, else the Python that is named, with the
+# bench of this checkout.
+GPU_PYTHON ?= $(firstword $(wildcard $(or $(BENCH_RUNTIME_ROOT),$(or $(XDG_DATA_HOME),$(HOME)/.local/share)/fastpersist-bench)/venv/bin/python) python3)
+GPU_BENCH   = PYTHONPATH='$(CURDIR)'$${PYTHONPATH:+:$$PYTHONPATH} '$(GPU_PYTHON)' -m bench
+
+.PHONY: gpu-check
+gpu-check: PLAN = gpu
+gpu-check: ## every writer with the data on this node's GPU; torch's file stays as it is (PLAN=gpu-phi3, GPU_PYTHON=, FOLDER=)
+	@$(GPU_BENCH) ops build
+	@$(GPU_BENCH) run '$(PLAN)' --gpu --no-patch $(if $(FOLDER),--folder '$(FOLDER)') $(ARGS)
+
 .PHONY: hosts
 hosts: $(STAMP) ## list the hosts that HOSTS names, and how they are reached
 	@bench hosts $(ON_HOSTS)
@@ -155,7 +166,7 @@ wheel-dir: $(STAMP) ## fill DIR with every pinned file, for hosts without a netw
 
 .PHONY: pins
 pins: $(STAMP) ## resolve requirements/*.in anew, with hashes (ARGS=--upgrade for the newest)
-	@for name in uv controller dev host-build host test-host; do \
+	@for name in uv controller dev host-build host test-host gpu; do \
 		case $$name in controller|dev) oldest=3.11;; *) oldest=3.10;; esac; \
 		uv pip compile --quiet --universal --generate-hashes --no-header --no-emit-index-url \
 			--fork-strategy fewest --python-version $$oldest $(ARGS) requirements/$$name.in -o requirements/$$name.txt || exit 1; \

@@ -179,6 +179,10 @@ def build_environment(
         ours["CUDA_HOME"] = str(cuda.home)
         inherited = [ours["LIBRARY_PATH"]] if ours.get("LIBRARY_PATH") else []
         ours["LIBRARY_PATH"] = os.pathsep.join([*map(str, cuda.libraries), *inherited])
+        if not cuda.compiler:
+            # torch's loader imports what it has built, and torch before 2.7 does not load cuFile itself.
+            loaded = [ours["LD_LIBRARY_PATH"]] if ours.get("LD_LIBRARY_PATH") else []
+            ours["LD_LIBRARY_PATH"] = os.pathsep.join([str(cuda.home / "lib64"), *loaded])
     return ours
 
 
@@ -579,6 +583,8 @@ def load_modules(folder: Path, ops: Sequence[str]) -> dict[str, ModuleType]:
             if op == "pin_memory":
                 # The others resolve the shared pin manager against this one.
                 ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            if op == "gds":
+                _load_packaged_cufile()
             loader = importlib.machinery.ExtensionFileLoader(op, str(path))
             spec = importlib.util.spec_from_file_location(op, path, loader=loader)
             if spec is None:
@@ -589,6 +595,13 @@ def load_modules(folder: Path, ops: Sequence[str]) -> dict[str, ModuleType]:
             raise OpsError(f"the compiled op {path} does not load ({error}): run 'bench ops build' again") from error
         modules[op] = module
     return modules
+
+
+def _load_packaged_cufile() -> None:
+    """Load cuFile where it came as a Python package: the dynamic linker does not look there."""
+    for package in map(Path, _nvidia_packages()):
+        for library in (package / "lib").glob("libcufile.so.*"):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def activate(root: Path) -> Path:

@@ -296,7 +296,9 @@ class _Run:
         row.result.file_bytes = event["file_bytes"]
         row.result.statistics = event["statistics"]
         row.sizes.add(event["file_bytes"])
-        if len(row.sizes) > 1:
+        # An engine gathers its state anew for every save, and the legacy format names storages by their
+        # address: a digit more or less there is no fault.
+        if len(row.sizes) > 1 and row.case.workload != "engine":
             raise CaseEndedError("failed", f"the same data gave files of different sizes: {sorted(row.sizes)} bytes")
         self.progress.update(
             progress=self._share_done(),

@@ -4,8 +4,8 @@
 #
 # CARRIED holds what such a machine lacks: wheels (DeepSpeed and what it needs), Debian's libaio packages, a
 # static fio. OUT receives reports and logs. Steps: ops (compile), tests (what needs a GPU), nodriver (ops again
-# with no toolkit to be found), facts, plan:NAME (one run), start:NAME and await:NAME (one run that outlives this
-# script). Everything but the checkout and OUT goes below /tmp/fastpersist.
+# with no toolkit to be found), facts, plan:NAME (one run; LIMIT=SECONDS ends it early, with the rows so far).
+# Everything but the checkout and OUT goes below /tmp/fastpersist.
 set -uo pipefail
 checkout=$(cd "$(dirname "$0")/../.." && pwd)
 carried=$(realpath "$1"); out=$(realpath "$2"); shift 2
@@ -31,8 +31,9 @@ cd "$checkout" || exit
 said() { echo "== $1 ($(($(date +%s) - began)) s)"; }
 began=$(date +%s)
 
-one_run() { # NAME: a run of that plan as make gpu-check makes it
-    ${LIMIT:+timeout -s TERM $LIMIT} python3 -m bench run "$2" --gpu --no-patch --folder $place/folder --host "$(name)" > "$place/$1.log" 2>&1
+one_run() { # NAME PLAN
+    ${LIMIT:+timeout -s TERM $LIMIT} make gpu-check GPU_PYTHON="$(which python3)" PLAN="$2" FOLDER=$place/folder \
+        ARGS="--host $(name)" > "$place/$1.log" 2>&1
     echo "exit code $?" >> "$place/$1.log"
 }
 name() { nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr ' ' '-' | tr '[:upper:]' '[:lower:]'; }
@@ -71,11 +72,6 @@ for step in "$@"; do
 for i in range(0, len(b), 4096): b[i] = 1' 40; free -g | head -2 ;;
     gdstests) timeout 120 python3 -m pytest -q -p no:cacheprovider tests/host/test_gpu.py -k "cufile or double or named or short or zip_rows" 2>&1 | tail -40 ;;
     plan:*) n=$(basename "${step#plan:}" .yml); one_run "$n" "${step#plan:}"; collect "$n"; cat "$place/$n.log" ;;
-    start:*) export -f one_run name; export place; setsid bash -c "one_run ${step#start:}" > /dev/null 2>&1 & ;;
-    await:*)
-        log=$place/${step#await:}.log
-        for _ in $(seq "${WAIT:-560}"); do grep -q '^exit code' "$log" 2>/dev/null && break; sleep 1; done
-        if grep -q '^exit code' "$log"; then collect "${step#await:}"; cat "$log"; else tail -5 "$log"; fi ;;
     *) echo "unknown step $step" >&2; exit 2 ;;
     esac
 done

@@ -154,6 +154,14 @@ def test_the_drivers_library_is_found_where_the_linker_does_not_look() -> None:
     assert environment(LIBRARY_PATH="/mine")["LIBRARY_PATH"] == "/driver:/cuda/lib64/stubs:/mine"
 
 
+def test_what_was_built_against_packages_can_load_their_libraries() -> None:
+    tree = replace(CUDA, compiler=False)
+    made = ops.build_environment({"LD_LIBRARY_PATH": "/mine"}, GPU, Path("/stage"), Path("/venv"), tree)
+    assert made["LD_LIBRARY_PATH"] == "/cuda/lib64:/mine"
+    # A whole toolkit must not come before torch's own libraries.
+    assert "LD_LIBRARY_PATH" not in ops.build_environment({}, GPU, Path("/stage"), Path("/venv"), CUDA)
+
+
 def toolkit(home: Path, version: int) -> Path:
     (home / "include").mkdir(parents=True)
     (home / "include" / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
