@@ -12,6 +12,7 @@ import math
 import os
 import re
 import secrets
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -206,6 +207,19 @@ class FleetReport(Model):
     finished_at: AwareDatetime
     bench_version: str
     hosts: list[HostOutcome]
+
+
+@dataclass(frozen=True)
+class FleetRate:
+    """One measurement over the hosts that made it; rates in bytes per second."""
+
+    workload: str
+    writer: str
+    hosts: int
+    lowest: float
+    lowest_host: str
+    median: float
+    highest: float
 
 
 class RunStatus(Model):

@@ -16,11 +16,11 @@ from bench.fleet import ssh
 from bench.fleet.collect import Collected, collect, load, read_report
 from bench.fleet.inventory import InventoryError, Target, read_targets, tool
 from bench.fleet.store import RunStore, StoreError, Targets, open_run
-from bench.fleet.verdict import FleetRate, NoReport, fleet_rates, judge
+from bench.fleet.verdict import NoReport, fleet_rates, judge
 from bench.fleet.watch import Watcher
 from bench.plan import load_plan
 from bench.report.markdown import markdown
-from bench.results import FleetReport, HostOutcome, HostReport, utc_now
+from bench.results import FleetRate, FleetReport, HostOutcome, HostReport, utc_now
 from bench.words import plain
 
 # The checkout: playbooks, and ansible.cfg with them, are not part of the installed package.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from bench import stats
 from bench.plan import UNWRITTEN
-from bench.results import CaseResult, HostOutcome, HostReport
+from bench.results import CaseResult, FleetRate, HostOutcome, HostReport
 from bench.words import gib_per_second
 
 # A host is slow when a rate is below the median of alike hosts by more than both of these.
@@ -137,19 +137,6 @@ def alike_key(report: HostReport) -> tuple[str, ...]:
         *sorted(gpu.name for gpu in facts.gpus),
         *(f"{name}={facts.software.get(name)}" for name in ("torch", "deepspeed", "python")),
     )
-
-
-@dataclass(frozen=True)
-class FleetRate:
-    """One measurement over the hosts that made it; rates in bytes per second."""
-
-    workload: str
-    writer: str
-    hosts: int
-    lowest: float
-    lowest_host: str
-    median: float
-    highest: float
 
 
 def fleet_rates(digests: Iterable[Digest]) -> list[FleetRate]:

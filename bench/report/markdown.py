@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from bench.fleet.verdict import FleetRate
 from bench.report.text import Row, final_line, fleet_verdict, header_lines, rows, worst_first
-from bench.results import FleetReport, HostOutcome, HostReport
+from bench.results import FleetRate, FleetReport, HostOutcome, HostReport
 from bench.words import gib_per_second, plain
 
 # Whole tables of so many hosts at most, those that need a look first; every host has its line in the summary.
@@ -22,6 +21,7 @@ TITLES = (
     "vs torch_save",
     "of ceiling",
     "spread",
+    "saves, s",
     "verified",
     "resumes",
     "status",
@@ -77,7 +77,7 @@ def host_section(outcome: HostOutcome, report: HostReport) -> Iterator[str]:
         yield escape(line)
     yield ""
     yield "| " + " | ".join(TITLES) + " |"
-    yield "|---|---|---|" + "---:|" * 5 + "---|---|---|"
+    yield "|---|---|---|" + "---:|" * 6 + "---|---|---|"
     table = rows(report)
     for row in table:
         yield "| " + " | ".join(escape(cell) for cell in _cells(row)) + " |"
@@ -105,6 +105,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.ratio,
         row.share,
         row.spread,
+        row.seconds,
         row.verified,
         row.resumes,
         status,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.fleet.verdict import FleetRate
+from bench import stats
 from bench.plan import UNWRITTEN
-from bench.results import CaseResult, FleetReport, HostOutcome, HostReport
+from bench.results import CaseResult, FleetRate, FleetReport, HostOutcome, HostReport
 from bench.words import duration, gib_per_second, plain, size_words
 
 # Hosts whose whole tables are printed; of a larger fleet only those that did not pass, up to as many.
@@ -19,7 +19,10 @@ VERDICT_ORDER = ("FAILED", "UNREACHABLE", "SLOW", "SKIPPED", "PASS")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a host's table, in words. ``note`` replaces the figures of a row that has none."""
+    """One line of a host's table, in words. ``note`` replaces the figures of a row that has none.
+
+    ``seconds``: how many counted saves, their shortest and longest durable time, and their scaled MAD.
+    """
 
     workload: str
     writer: str
@@ -29,6 +32,7 @@ class Row:
     ratio: str = "-"
     share: str = "-"
     spread: str = "-"
+    seconds: str = "-"
     verified: str = "-"
     resumes: str = "-"
     status: str = "ok"
@@ -218,10 +222,18 @@ def _row(case: CaseResult, base: float | None) -> Row:
         ratio=f"{rate / base:.1f} x" if rate and base else "-",
         share=f"{case.ceiling_share:.0%}" if case.ceiling_share is not None else "-",
         spread=(f"{case.spread:.0%}" if case.spread is not None else "-") + ("!" if case.unstable else ""),
+        seconds=_seconds(case),
         verified=_yes(case.verified),
         resumes=_yes(case.resumable),
         remark="; ".join(_remarks(case)) or None,
     )
+
+
+def _seconds(case: CaseResult) -> str:
+    counted = [sample.durable_seconds for sample in case.samples if not sample.warmup]
+    if not counted:
+        return "-"
+    return f"{len(counted)}: {min(counted):.3g} to {max(counted):.3g}, MAD {stats.scaled_mad(counted):.2g}"
 
 
 def _remarks(case: CaseResult) -> Iterator[str]:

@@ -8,7 +8,7 @@ import pytest
 from synthetic import BEGIN, RUN, host_report, report, row
 
 from bench.fleet.verdict import digest, fleet_rates
-from bench.report.markdown import escape, markdown
+from bench.report.markdown import escape, host_section, markdown
 from bench.report.text import fleet_lines, host_lines
 from bench.results import FleetReport, HostOutcome
 
@@ -150,8 +150,20 @@ def test_the_page_has_every_host_and_the_tables():
     assert "| b | UNREACHABLE | no route |" in page
     table = [line for line in page.splitlines() if line.startswith("|") and "test" in line]
     assert len(table) == len(ROWS)
-    assert {line.replace(r"\|", "").count("|") for line in table} == {12}
+    assert {line.replace(r"\|", "").count("|") for line in table} == {13}
 
 
 def test_escape_leaves_ordinary_words_readable():
     assert escape("PASS in 3:12 (saves 1:40)") == "PASS in 3:12 (saves 1:40)"
+
+
+def test_a_row_of_the_page_says_how_many_saves_there_were_and_how_far_apart():
+    samples = [{"ack_seconds": 0.1, "durable_seconds": value} for value in (2.0, 1.0, 4.0)]
+    samples.append({"ack_seconds": 0.1, "durable_seconds": 90.0, "warmup": True})
+    page = "\n".join(
+        host_section(
+            HostOutcome(name="n", verdict="PASS", report="r"),
+            host_report(cases=[row("model", "torch_save", 0.66, samples=samples)]),
+        )
+    )
+    assert "| 3: 1 to 4, MAD 1.5 |" in page
