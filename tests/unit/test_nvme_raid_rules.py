@@ -139,6 +139,18 @@ def test_a_mount_in_a_container_only() -> None:
     assert any(r.endswith("is mounted at /data, as process 812 (postgres) sees it") for r in machine.refusals(*SERIALS))
 
 
+def test_mounts_that_can_not_be_seen_may_be_of_a_chosen_drive() -> None:
+    machine = before()
+    machine.facts["unseen"] = ["1 (init)"]
+    assert machine.refusals(*SERIALS) == [
+        "the mounts of 1 processes can't be seen (1 (init)); is this root of the whole host?"
+    ]
+    assert machine.teardown().refusals == []
+    machine = made()
+    machine.facts["unseen"] = ["1 (init)"]
+    assert "(1 (init))" in machine.teardown().refusals[0]
+
+
 def test_a_swap_file_keeps_the_drive_below_it() -> None:
     machine = before()
     machine.facts["swaps"].append({"path": "/swapfile", "device": machine.disk("DATA0001")["maj:min"]})

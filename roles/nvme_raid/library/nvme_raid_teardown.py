@@ -138,7 +138,7 @@ class Unmaker:
         if held:
             number = os.stat(node).st_rdev
             device = f"{os.major(number)}:{os.minor(number)}"
-            mounts = [mount for mount in reads.read_mounts() if mount["device"] == device]
+            mounts = [mount for mount in reads.read_mounts()[0] if mount["device"] == device]
             where = {f"{mount['mount_point']} of process {mount['process']}" for mount in mounts}
             told = f"mounted at {', '.join(sorted(where))}" if where else held[self.array.kname]
             raise reads.FactsError(f"the array is still in use ({told}); nothing was wiped")

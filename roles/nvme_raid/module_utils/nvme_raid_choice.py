@@ -100,6 +100,15 @@ def _unfit(drive: Drive, drives: List[Drive], facts: Facts) -> Iterator[str]:
         yield f"is the same namespace as {twins[0].kname}, reached by another path"
 
 
+def refuse_unseen(facts: Facts) -> List[str]:
+    """Refuse where mounts can't be seen: an unseen one may be of a chosen drive."""
+    unseen = facts["unseen"]
+    if not unseen:
+        return []
+    told = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
+    return [f"the mounts of {len(unseen)} processes can't be seen ({told}); is this root of the whole host?"]
+
+
 def refuse_used(drives: Iterable[Drive], facts: Facts) -> List[str]:
     """Refuse every drive that isn't provably unused, with all reasons."""
     return [f"{drive}: {reason}" for drive in drives for reason in uses(drive.kname, facts)]

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import subprocess
-from typing import Any, Callable, Dict, Iterable, List, Optional, Set
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 from ansible.module_utils.nvme_raid_model import LSBLK_COLUMNS, Facts, Wanted, short_name, walk
 
@@ -61,13 +61,15 @@ def read_facts(wanted: Wanted, array_file: str, closely: Callable[[Facts], Itera
     programs = sorted(name for name in PROGRAMS if which(name))
     if "udevadm" in programs:
         run("udevadm", "settle", "--timeout=30")
+    mounts, unseen = read_mounts()
     facts: Facts = {
         "programs": programs,
         "lsblk": json.loads(run("lsblk", "--json", "--bytes", "--output", LSBLK_COLUMNS)),
         "by_id": _by_id(),
         "nvme": read_nvme(),
         "holders": _holders(),
-        "mounts": read_mounts(),
+        "mounts": mounts,
+        "unseen": unseen,
         "swaps": _swaps(),
         "arrays": _arrays(wanted.name) if "mdadm" in programs else {},
         "mount_point": _mount_point(wanted.mount_point),
@@ -180,12 +182,14 @@ def _holders() -> Dict[str, List[str]]:
     return {kname: names for kname, names in held.items() if names}
 
 
-def read_mounts() -> List[Dict[str, Any]]:
-    """The mounts of every mount namespace, each namespace read once, through one of its processes."""
+def read_mounts() -> Tuple[List[Dict[str, Any]], List[str]]:
+    """The mounts of every mount namespace, each read once through one of its processes, and the processes whose
+    mounts may not be looked at, as in a container."""
     own = os.readlink("/proc/self/ns/mnt")
     pids = ["self", *sorted((name for name in os.listdir("/proc") if name.isdigit()), key=int)]
     seen: Set[str] = set()
-    mounts = []
+    mounts: List[Dict[str, Any]] = []
+    unseen = []
     for pid in pids:
         try:
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
@@ -193,14 +197,17 @@ def read_mounts() -> List[Dict[str, Any]]:
                 continue
             with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
                 text = file.read()
+        except PermissionError:
+            unseen.append(process(pid))
+            continue
         except OSError as error:
-            # Processes come and go, and kernel threads have no mounts; root may look at all others.
+            # Processes come and go, and kernel threads have no mounts.
             if error.errno in (errno.ENOENT, errno.ESRCH, errno.EINVAL):
                 continue
-            raise FactsError(f"can't read the mounts of process {pid}: {error.strerror}") from error
+            raise FactsError(f"can't read the mounts of process {process(pid)}: {error.strerror}") from error
         seen.add(namespace)
         mounts += parse_mountinfo(text, namespace, process(pid), namespace == own)
-    return mounts
+    return mounts, unseen
 
 
 def parse_mountinfo(text: str, namespace: str, process_name: str, own: bool) -> List[Dict[str, Any]]:

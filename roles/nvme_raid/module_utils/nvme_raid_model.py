@@ -8,6 +8,7 @@ story of a real machine:
     nvme         kernel name -> serial, model, firmware, transport, wwid, hidden
     holders      kernel name -> names in /sys/block/NAME/holders
     mounts       of every mount namespace: device, mount_point, source, type, options, namespace, process
+    unseen       processes whose mounts may not be looked at
     swaps        path and device (major:minor) of everything in /proc/swaps
     signatures   kernel name -> output of ``wipefs --no-act --json``, its signatures
     exclusive    kernel name -> the kernel's words where an exclusive open failed

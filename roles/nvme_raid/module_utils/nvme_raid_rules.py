@@ -7,7 +7,7 @@ import posixpath
 import re
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from ansible.module_utils.nvme_raid_choice import choose, refuse_unlike, refuse_used, uses
+from ansible.module_utils.nvme_raid_choice import choose, refuse_unlike, refuse_unseen, refuse_used, uses
 from ansible.module_utils.nvme_raid_files import (
     conf_arrays,
     fstab_entries,
@@ -49,6 +49,7 @@ def decide(wanted: Wanted, facts: Facts, new_uuid: str) -> Decision:
     if existing is None:
         decision.array_uuid = new_uuid
         # A name that is taken twice says nothing about which of the two the drives belong to.
+        decision.refusals += refuse_unseen(facts)
         decision.refusals += refuse_used(decision.drives, facts)
         decision.refusals += refuse_unlike(decision.drives)
     else:
@@ -306,6 +307,7 @@ def decide_teardown(wanted: Wanted, facts: Facts) -> Decision:
 
 def _refuse_teardown(wanted: Wanted, array: Array, facts: Facts) -> Iterator[str]:
     head = f"the array {wanted.name} (UUID {array.uuid})"
+    yield from refuse_unseen(facts)
     if "mdadm" not in facts["programs"]:
         yield "mdadm is not installed"
     if (array.level, array.metadata) != ("raid0", "1.2"):
