@@ -46,14 +46,14 @@ def make_durable(files: Iterable[Path], target: Path) -> None:
     """Fsync every file, then every folder from the files up to the one that holds ``target``."""
     folders = {target.parent}
     for file in files:
-        _fsync(file)
+        fsync_path(file)
         for folder in file.parents:
             if folder == target.parent or target.parent not in folder.parents:
                 break
             folders.add(folder)
     # Deepest first, so that no folder is durable before what it names.
     for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
-        _fsync(folder)
+        fsync_path(folder)
 
 
 def settle(folder: Path) -> float:
@@ -73,7 +73,8 @@ def settle(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from bench.host.clock import fsync_path
+
 _FRAGMENT = re.compile(r"^(?P<name>.+\.pt)-(?P<rank>\d+)\.(?P<writers>\d+)$")
 
 
@@ -63,13 +65,5 @@ def mend_checkpoint(folder: Path, dry_run: bool = False) -> dict[Path, Path]:
             raise MendError(f"{new} has appeared while {folder} was mended; is a save going on there?") from error
         old.unlink()
     for parent in {new.parent for new in renames.values()}:
-        _fsync(parent)
+        fsync_path(parent)
     return renames
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
