@@ -69,7 +69,8 @@ def test_a_stale_lock_of_torchs_loader_hangs_nobody(copied: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_missing_ops_say_where_and_how(tmp_path: Path) -> None:
+def test_missing_ops_say_where_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BENCH_OPS_CACHE", raising=False)
     with pytest.raises(ops.OpsMissingError, match="bench ops build") as caught:
         ops.activate(tmp_path)
     assert str(tmp_path) in str(caught.value)
@@ -84,7 +85,8 @@ def test_check_loads_writes_and_reads_back(tmp_path: Path) -> None:
     assert len(state.smoke.splitlines()) == 1
 
 
-def test_a_damaged_op_is_found_by_check(copied: Path) -> None:
+def test_a_damaged_op_is_found_by_check(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BENCH_OPS_CACHE", raising=False)
     damaged = ops.op_file(copied / "ops" / FOLDER.name, "async_io")
     damaged.write_bytes(b"\0" * damaged.stat().st_size)
     with pytest.raises(ops.OpsError, match="do not work") as caught:
