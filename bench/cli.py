@@ -320,6 +320,9 @@ def _print_ops(state: Any, as_json: bool) -> None:
         return
     did = "compiled" if state.built else "already there"
     typer.echo(f"{', '.join(state.ops)}: {did} in {state.folder} ({state.seconds:.1f} s)\n{state.smoke}")
+    lacks = {"gds": "cuFile's headers and library", "fused_adam": "nvcc of torch's CUDA version"}
+    for op in state.missing:
+        typer.echo(f"{op} could not be built, it needs {lacks[op]} (docs/gds.md); its rows will say so")
 
 
 if importlib.util.find_spec("paramiko"):  # the controller's environment; a host has no use for these commands

@@ -57,3 +57,14 @@ def test_phi3_is_the_published_size() -> None:
     assert size is not None
     assert round(size / GIB, 3) == 14.235
     assert gpu_memory_bytes(case) > size
+
+
+def test_what_could_not_be_built_is_named_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    from bench.cli import _print_ops
+    from bench.host.ops import OpsState
+
+    _print_ops(OpsState("key", Path("/ops/key"), ["pin_memory", "async_io", "utils"], ["gds", "fused_adam"]), False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("gds could not be built")]
+    assert "cuFile's headers" in lines[-2]
+    assert "nvcc" in lines[-1]
