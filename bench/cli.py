@@ -122,6 +122,9 @@ def run_command(
         float | None,
         typer.Option("--sustained", min=1, help="Each writer saves for so many seconds; the second half is counted."),
     ] = None,
+    on_array: Annotated[
+        bool, typer.Option("--on-array", help="Refuse a folder that is not on this host's NVMe array.")
+    ] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Run a whole plan on this host and write report.json."""
@@ -133,7 +136,7 @@ def run_command(
         chosen = chosen.on_gpu(device)
     changes = {"seed": seed, "until_stable": until_stable or None, "sustained_seconds": sustained}
     chosen = chosen.changed({key: value for key, value in changes.items() if value is not None})
-    _end(run_plan(chosen, folder, root, run_id, host, no_patch, ceiling, dry_run))
+    _end(run_plan(chosen, folder, root, run_id, host, no_patch, ceiling, dry_run, on_array))
 
 
 @app.command("plans")

@@ -85,6 +85,21 @@ def load_array_file(root: Path) -> ArrayFile | None:
     return _parse(data, path)
 
 
+def require_array(root: Path, folder: Path) -> None:
+    """Raise ArrayError unless this host has an array and ``folder`` is meant to be on it.
+
+    For hosts with chosen drives: without the array their mount point is an empty folder on the root disk.
+    """
+    array = load_array_file(root)
+    if array is None:
+        raise ArrayError(f"drives are chosen for this host, but {root / ARRAY_FILE} describes no array: make provision")
+    if not array.holds(folder):
+        raise ArrayError(
+            f"drives are chosen for this host, but {folder} is not on the array {array.name} ({array.mount_point}): "
+            "leave the folder out"
+        )
+
+
 def _parse(data: Any, path: Path) -> ArrayFile:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:

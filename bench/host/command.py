@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench import layout
 from bench.host import preflight
-from bench.host.array import load_array_file
+from bench.host.array import load_array_file, require_array
 from bench.host.estimate import file_bytes, payload_bytes
 from bench.host.facts import gpus
 from bench.host.run import InterruptedRunError, RunSettings, run
@@ -30,17 +30,21 @@ def run_plan(
     no_patch: bool,
     ceiling: bool,
     dry_run: bool,
+    on_array: bool = False,
 ) -> int:
     """Run a plan on this host and print its table; returns the exit code.
 
     0: every row that can run here is ok; 4: one is not, or none could run; 130: interrupted. Raises a ValueError
-    subclass with a clear message when it could not start.
+    subclass with a clear message when it could not start. ``on_array``: drives were chosen for this host,
+    so a folder that is not on the array they make is refused.
     """
     console = Console(highlight=False)
     if run_id is not None and not RUN_ID_PATTERN.match(run_id):
         raise PlanError(f"run id {run_id!r} is not of the form 20261129T174442Z-3f9c; leave it out for a new one")
     root = root or layout.default_runtime_root()
-    chosen_folder = _folder(folder, root, make=not dry_run)
+    chosen_folder = _folder(folder, root, make=not dry_run and not on_array)
+    if on_array:
+        require_array(root, chosen_folder)
     if dry_run:
         return _print_dry_run(plan, chosen_folder, console)
     settings = RunSettings(

@@ -83,3 +83,15 @@ def test_a_file_that_can_not_be_used(tmp_path: Path, text: str, said: str) -> No
     (tmp_path / "array.json").write_text(text, encoding="utf-8")
     with pytest.raises(array.ArrayError, match=said):
         array.load_array_file(tmp_path)
+
+
+def test_chosen_drives_without_an_array_refuse_every_folder(tmp_path: Path) -> None:
+    # After a teardown the mount point is an empty folder on the root disk.
+    with pytest.raises(array.ArrayError, match="describes no array: make provision"):
+        array.require_array(tmp_path, tmp_path)
+
+
+def test_chosen_drives_refuse_a_folder_elsewhere(described: array.ArrayFile, tmp_path: Path) -> None:
+    array.require_array(tmp_path, Path(described.mount_point) / "below")
+    with pytest.raises(array.ArrayError, match="is not on the array"):
+        array.require_array(tmp_path, Path("/var/tmp/elsewhere"))
