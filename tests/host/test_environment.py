@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-NOBODY = "http://127.0.0.1:9/simple"
+NOBODY = "http://127.0.0.1:9/packages"
 SPEC = importlib.util.spec_from_file_location(
     "bench_runtime_environment", CHECKOUT / "roles/bench_runtime/library/bench_runtime_environment.py"
 )

@@ -82,8 +82,8 @@ def test_only_what_is_wrong_is_done(answer: Any, stamp: Any, wanted: Any, expect
 
 PIP = """\
 :env:.disable-pip-version-check='1'
-global.extra-index-url='https://b.example/simple\\nhttps://c.example/simple'
-global.index-url='https://a.example/simple'
+global.extra-index-url='https://b.example/packages\\nhttps://c.example/packages'
+global.index-url='https://a.example/packages'
 install.cert='/etc/site.pem'
 """
 
@@ -91,8 +91,8 @@ install.cert='/etc/site.pem'
 def test_an_index_that_only_pip_knows_reaches_uv() -> None:
     settings = module.parse_pip_settings(PIP)
     extra = module.uv_environment({}, "", settings)
-    assert extra["UV_DEFAULT_INDEX"] == "https://a.example/simple"
-    assert extra["UV_INDEX"] == "https://b.example/simple https://c.example/simple"
+    assert extra["UV_DEFAULT_INDEX"] == "https://a.example/packages"
+    assert extra["UV_INDEX"] == "https://b.example/packages https://c.example/packages"
     assert extra["UV_INDEX_STRATEGY"] == "unsafe-best-match"
     assert extra["SSL_CERT_FILE"] == "/etc/site.pem"
 
@@ -103,8 +103,8 @@ def test_a_sites_own_certificate_authority_reaches_uv() -> None:
 
 
 def test_the_environment_wins_in_pips_settings() -> None:
-    text = PIP + ":env:.index-url='https://env.example/simple'\n"
-    assert module.parse_pip_settings(text)["index-url"] == "https://env.example/simple"
+    text = PIP + ":env:.index-url='https://env.example/packages'\n"
+    assert module.parse_pip_settings(text)["index-url"] == "https://env.example/packages"
 
 
 def test_uvs_own_index_wins_over_pips() -> None:
@@ -121,9 +121,9 @@ def test_a_wheel_folder_wins_over_an_index() -> None:
 def test_a_password_in_an_index_is_not_shown(tmp_path: Path) -> None:
     environment = module.Environment(parameters(tmp_path))
     with pytest.raises(module.StepError) as caught:
-        environment.run(["sh", "-c", "echo cannot reach $0; exit 1", "https://me:secret@index.example/simple"])
+        environment.run(["sh", "-c", "echo cannot reach $0; exit 1", "https://me:secret@index.example/packages"])
     assert "secret" not in str(caught.value)
-    assert "https://***@index.example/simple" in str(caught.value)
+    assert "https://***@index.example/packages" in str(caught.value)
 
 
 @pytest.mark.parametrize(
