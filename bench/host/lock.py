@@ -53,8 +53,8 @@ def read_owner(path: Path) -> Owner | None:
 
 
 @contextlib.contextmanager
-def run_lock(path: Path, run_id: str, grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
-    """Hold the lock for the block.
+def run_lock(path: Path, run_id: str, grace_seconds: float = GRACE_SECONDS) -> Iterator[Owner | None]:
+    """Hold the lock for the block; gives the owner that died without giving it back, if there is one.
 
     Raises HostBusyError when a live process holds it, LockError when the file can't be opened.
     """
@@ -68,11 +68,12 @@ def run_lock(path: Path, run_id: str, grace_seconds: float = GRACE_SECONDS) -> I
         ) from error
     try:
         _take(descriptor, path, grace_seconds)
+        died = read_owner(path)
         owner = Owner(run_id, os.getpid(), datetime.now(timezone.utc).isoformat())
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
         try:
-            yield
+            yield died
         finally:
             # Emptied, not deleted: deleting would let two processes lock two files of the same name.
             os.ftruncate(descriptor, 0)

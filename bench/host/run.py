@@ -29,7 +29,7 @@ from bench.host.lock import run_lock
 from bench.host.progress import RunProgress
 from bench.host.remarks import remarks
 from bench.plan import GIB, MIB, Case, Plan
-from bench.results import CaseResult, Ceiling, HostReport, Sample, Status, utc_now, write_json
+from bench.results import RUN_ID_PATTERN, CaseResult, Ceiling, HostReport, Sample, Status, utc_now, write_json
 
 # Leaves room for what else runs on the host.
 MEMORY_SHARE = 0.8
@@ -89,11 +89,13 @@ def run(settings: RunSettings, console: Console) -> HostReport:
     preflight.check_folder(settings.folder)
     folder = layout.run_folder(settings.root, settings.run_id)
     settings.root.mkdir(parents=True, exist_ok=True)
-    with run_lock(layout.lock_file(settings.root), settings.run_id):
+    with run_lock(layout.lock_file(settings.root), settings.run_id) as died:
         progress = RunProgress(
             folder / layout.STATUS_FILE, folder / layout.LOG_FILE, settings.run_id, settings.host, console
         )
         with progress.shown(), _signals_raise():
+            if died is not None:
+                _clear_after(died.run_id, settings.folder, progress)
             try:
                 return _Run(settings, array, folder, progress).go()
             except InterruptedRunError:
@@ -113,7 +115,7 @@ class _Run:
         self.progress = progress
         self.seed = self.plan.seed if self.plan.seed is not None else random.SystemRandom().getrandbits(32)
         self.order = random.Random(self.seed)
-        self.work = settings.folder / f"fastpersist-bench-{settings.run_id}"
+        self.work = _work_folder(settings.folder, settings.run_id)
         self.spent: dict[str, float] = defaultdict(float)
         self.rows = [
             _Row(case, CaseResult(workload=case.workload, writer=case.writer, tag=case.tag,
@@ -440,6 +442,20 @@ class _Run:
             yield
         finally:
             self.spent[what] += time.monotonic() - start
+
+
+def _work_folder(folder: Path, run_id: str) -> Path:
+    """The run's own folder for checkpoints, removed when it ends."""
+    return folder / f"fastpersist-bench-{run_id}"
+
+
+def _clear_after(run_id: str, folder: Path, progress: RunProgress) -> None:
+    """Remove the checkpoints of a run that was killed here; the lock says that it lives no more."""
+    left = _work_folder(folder, run_id)
+    # The lock file is only a file: nothing but a run's own folder is ever removed.
+    if RUN_ID_PATTERN.match(run_id) and left.is_dir() and not left.is_symlink():
+        shutil.rmtree(left, ignore_errors=True)
+        progress.say(f"removed {left}, which run {run_id} left behind when it was killed")
 
 
 def size_fault(workload: str, sizes: Collection[int]) -> str | None:

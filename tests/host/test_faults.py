@@ -276,8 +276,8 @@ def test_a_patch_that_is_missing_or_half_applied_fails_the_fastpersist_rows_only
     assert report_of(tmp_path).patch.state in ("original", "foreign")
 
 
-def test_a_run_whose_parent_is_killed_leaves_no_process_behind(
-    tmp_path: Path, folder: Path, runtime_root: Path
+def test_a_run_whose_parent_is_killed_leaves_no_process_and_the_next_run_removes_its_files(
+    bench: Bench, tmp_path: Path, folder: Path, runtime_root: Path
 ) -> None:
     arguments = ["torch-save-tensor", "--folder", str(folder), "--mb_size", "64", "--repetitions", "500"]
     with started(tmp_path, runtime_root, *arguments) as process:
@@ -290,3 +290,9 @@ def test_a_run_whose_parent_is_killed_leaves_no_process_behind(
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline, "a case outlived its parent"
         time.sleep(0.1)
+    (left,) = folder.iterdir()
+    (folder / "mine.pt").touch()
+    done = bench("torch-save-tensor", "--folder", str(folder), *TWO)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"removed {left}, which run" in done.stdout
+    assert [path.name for path in folder.iterdir()] == ["mine.pt"]

@@ -116,3 +116,13 @@ def _kill_holders(path):
             except OSError:
                 continue
         time.sleep(0.05)
+
+
+def test_whoever_takes_over_is_told_whose_lock_it_was(tmp_path):
+    path = tmp_path / "run.lock"
+    path.write_text(json.dumps({"run_id": "20261129T174442Z-3f9c", "pid": 1, "since": "2026-11-29T17:44:42+00:00"}))
+    with run_lock(path, "20261129T180000Z-0000") as died:
+        assert died is not None
+        assert died.run_id == "20261129T174442Z-3f9c"
+    with run_lock(path, "20261129T180001Z-0000") as died:
+        assert died is None
