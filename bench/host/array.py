@@ -27,6 +27,17 @@ class ArrayError(ValueError):
 
 
 @dataclass(frozen=True)
+class Mount:
+    """A line of /proc/self/mountinfo; ``device`` is major:minor, ``options`` the mount's, then the filesystem's."""
+
+    device: str
+    point: Path
+    type: str
+    source: str
+    options: str
+
+
+@dataclass(frozen=True)
 class Member:
     """A drive of the array; ``path`` is its name in /dev/disk/by-id, which outlives a boot."""
 
@@ -136,31 +147,31 @@ def check_mount(
     /proc/self/mountinfo; ``folder`` need not exist yet.
     """
     text = Path("/proc/self/mountinfo").read_text(encoding="utf-8") if mountinfo is None else mountinfo
-    device, point, kind, source = _mount_of(folder.resolve(), text)
+    mount = find_mount(folder.resolve(), text)
+    if mount is None:
+        raise ArrayError(f"{folder} lies on no mounted filesystem")
     wanted = device_of(array)
-    if wanted is not None and device == wanted:
+    if wanted is not None and mount.device == wanted:
         return
     missing = "" if wanted else ", which is not assembled here"
     serials = ", ".join(member.serial for member in array.members)
     raise ArrayError(
-        f"{folder} lies on {source} ({kind}, mounted at {point}), not on the array {array.name}{missing}. "
-        f"Are all of its drives here ({serials})? See /proc/mdstat and findmnt {array.mount_point}; "
-        "then run make provision again"
+        f"{folder} lies on {mount.source} ({mount.type}, mounted at {mount.point}), "
+        f"not on the array {array.name}{missing}. Are all of its drives here ({serials})? "
+        f"See /proc/mdstat and findmnt {array.mount_point}; then run make provision again"
     )
 
 
-def _mount_of(folder: Path, mountinfo: str) -> tuple[str, Path, str, str]:
-    """Device number, mount point, type and source of the mount that holds a resolved path."""
-    best: tuple[str, Path, str, str] | None = None
+def find_mount(folder: Path, mountinfo: str) -> Mount | None:
+    """The mount that holds a resolved path, from the text of /proc/self/mountinfo; None where none does."""
+    best: Mount | None = None
     for line in mountinfo.splitlines():
         fields = line.split(" ")
         point = Path(_unescape(fields[4]))
         # Of mounts at the same point the last one lies on top.
-        if folder.is_relative_to(point) and (best is None or len(point.parts) >= len(best[1].parts)):
-            kind, source = fields[fields.index("-") + 1 :][:2]
-            best = (fields[2], point, kind, _unescape(source))
-    if best is None:
-        raise ArrayError(f"{folder} lies on no mounted filesystem")
+        if folder.is_relative_to(point) and (best is None or len(point.parts) >= len(best.point.parts)):
+            kind, source, *more = fields[fields.index("-") + 1 :]
+            best = Mount(fields[2], point, kind, _unescape(source), ",".join([fields[5], *more[:1]]))
     return best
 
 

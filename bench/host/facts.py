@@ -11,6 +11,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from bench.host.array import find_mount
 from bench.results import Array, Drive, Facts, Filesystem, Gpu
 
 SYS_BLOCK = Path("/sys/class/block")
@@ -38,33 +39,18 @@ def collect_facts(folder: Path) -> Facts:
 def filesystem_of(folder: Path, mountinfo: str | None = None) -> Filesystem:
     """The filesystem that holds ``folder``, from the last matching line of /proc/self/mountinfo."""
     text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
-    resolved = folder.resolve()
-    best: list[str] | None = None
-    for line in text.splitlines():
-        fields = line.split(" ")
-        point = Path(_unescape(fields[4]))
-        # Later lines are mounted over earlier ones.
-        if (point == resolved or point in resolved.parents) and (
-            best is None or len(point.parts) >= len(Path(_unescape(best[4])).parts)
-        ):
-            best = fields
-    if best is None:
+    mount = find_mount(folder.resolve(), text)
+    if mount is None:
         raise FileNotFoundError(f"{folder} lies on no mounted filesystem")
-    after = best[best.index("-") + 1 :]
     space = os.statvfs(folder)
     return Filesystem(
-        type=after[0],
-        source=_unescape(after[1]),
-        mount_point=_unescape(best[4]),
-        options=best[5] + (f",{after[2]}" if len(after) > 2 else ""),
+        type=mount.type,
+        source=mount.source,
+        mount_point=str(mount.point),
+        options=mount.options,
         size_bytes=space.f_frsize * space.f_blocks,
         free_bytes=space.f_frsize * space.f_bavail,
     )
-
-
-def _unescape(text: str) -> str:
-    # The kernel writes space, tab, newline and backslash as octal.
-    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _stack(name: str) -> list[str]:
