@@ -7,6 +7,7 @@ are float seconds, rates are float bytes per second, instants are timezone-aware
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import os
@@ -31,6 +32,16 @@ Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Rate = Annotated[float, Field(gt=0, le=1e18)]
 # Options and statistics are free in form; what a benchmark writes there is flat.
 MAX_DEPTH = 16
+
+
+class ExitCode(enum.IntEnum):
+    """Exit status of ``bench run``, ``audit`` and ``report``. 2 is left to the command line's own usage errors."""
+
+    ALL_PASS = 0
+    COULD_NOT_RUN = 1
+    SOME_SLOW = 3
+    SOME_FAILED = 4
+    INTERRUPTED = 130
 
 
 class ReportError(ValueError):

@@ -19,10 +19,11 @@ from bench.fleet.cancel import cancel as cancel_run
 from bench.fleet.collect import Collected
 from bench.fleet.inventory import read_targets
 from bench.fleet.store import RunStore, open_run
-from bench.fleet.verdict import ExitCode, exit_code
+from bench.fleet.verdict import exit_code
 from bench.fleet.watch import PATIENCE_SECONDS, screen
 from bench.fleet.watch import watch as watch_run
 from bench.report.text import fleet_lines
+from bench.results import ExitCode
 
 EXIT_CODES = (
     "Exit status: 0 every host passed, 1 could not run, 2 wrong usage, 3 some hosts slow, "

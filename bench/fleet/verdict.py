@@ -5,14 +5,13 @@ Reports are condensed one at a time to a :class:`Digest`, so that a fleet of tho
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bench import stats
 from bench.plan import UNWRITTEN
-from bench.results import CaseResult, FleetRate, HostOutcome, HostReport
+from bench.results import CaseResult, ExitCode, FleetRate, HostOutcome, HostReport
 from bench.words import gib_per_second
 
 # A host is slow when a rate is below the median of alike hosts by more than both of these.
@@ -22,16 +21,6 @@ SLOW_SCALED_MADS = 3.5
 ALIKE_HOSTS = 5
 # How far a reported rate may be from the one its own samples give: rounding only.
 RATE_TOLERANCE = 0.001
-
-
-class ExitCode(enum.IntEnum):
-    """Exit status of ``bench audit`` and ``bench report``. 2 is left to the command line's own usage errors."""
-
-    ALL_PASS = 0
-    COULD_NOT_RUN = 1
-    SOME_SLOW = 3
-    SOME_FAILED = 4
-    INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

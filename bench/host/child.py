@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from bench.host import gds, gpu
 from bench.host.clock import Timing, settle, time_save
 from bench.host.workloads.base import NotVerifiedError, Saved, SkipCaseError, Workload
-from bench.plan import FASTPERSIST_WRITERS, Case
+from bench.plan import FASTPERSIST_WRITERS, UNWRITTEN, Case
 
 PROBE_BYTES = 64 * 1024**2
 
@@ -186,7 +186,7 @@ class _Child:
         return {"mechanism": found.name, "mechanism_because": found.why}
 
     def _writes(self) -> bool:
-        return self.spec.case.writer != "ds_mock"
+        return self.spec.case.writer not in UNWRITTEN
 
     def _check_size(self, saved: Saved, file_bytes: int) -> None:
         if not self._writes():

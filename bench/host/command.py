@@ -10,15 +10,11 @@ from rich.console import Console
 from bench import layout
 from bench.host import preflight
 from bench.host.array import load_array_file, require_array
-from bench.host.estimate import file_bytes, payload_bytes
+from bench.host.estimate import payload_bytes
 from bench.host.facts import gpus
 from bench.host.run import InterruptedRunError, RunSettings, run
-from bench.plan import GIB, Plan, PlanError
-from bench.results import RUN_ID_PATTERN, new_run_id
-
-EXIT_OK = 0
-EXIT_ROWS_FAILED = 4
-EXIT_INTERRUPTED = 130
+from bench.plan import GIB, UNWRITTEN, Plan, PlanError
+from bench.results import RUN_ID_PATTERN, ExitCode, new_run_id
 
 
 def run_plan(
@@ -60,14 +56,14 @@ def run_plan(
         report = run(settings, console)
     except InterruptedRunError:
         console.print("interrupted: nothing half-written was left, the rows so far are in the report")
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
     from bench.report.text import host_lines
 
     where = layout.run_folder(settings.root, settings.run_id) / layout.REPORT_FILE
     for line in ["", *host_lines(report, console.width), f"report: {where}"]:
         console.print(line, markup=False, soft_wrap=True)
     statuses = {case.status for case in report.cases}
-    return EXIT_OK if statuses <= {"ok", "skipped"} and "ok" in statuses else EXIT_ROWS_FAILED
+    return ExitCode.ALL_PASS if statuses <= {"ok", "skipped"} and "ok" in statuses else ExitCode.SOME_FAILED
 
 
 def _folder(folder: Path | None, root: Path, make: bool) -> Path:
@@ -104,14 +100,14 @@ def _print_dry_run(plan: Plan, folder: Path, console: Console) -> int:
         elif size is None:
             what = f"{samples} x the size of {case.options.pretrained}"
         else:
-            written = 0 if case.writer == "ds_mock" else size * samples
+            written = 0 if case.writer in UNWRITTEN else size * samples
             total += written
             what = f"{samples} x {size / GIB:.3f} GiB" if written else "writes nothing"
         console.print(f"  {case.workload:<10} {case.writer:<17} {what}", soft_wrap=True, markup=False)
-    need = max(file_bytes(case) for case in plan.cases())
+    need = preflight.space_needed(plan.cases())
     console.print(
         f"writes {total / GIB:.2f} GiB in all, at most {need / GIB:.2f} GiB at a time; "
         + (f"{host.free_bytes / GIB:.2f} GiB are free" if host.free_bytes is not None else "free space not known"),
         soft_wrap=True,
     )
-    return EXIT_ROWS_FAILED if problems else EXIT_OK
+    return ExitCode.SOME_FAILED if problems else ExitCode.ALL_PASS

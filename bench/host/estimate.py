@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.host.models import parameter_count
-from bench.plan import Case
+from bench.plan import UNWRITTEN, Case
 
 # Adam's two moments, in fp32; ZeRO, and any half-precision training, keeps an fp32 master copy of the weights too.
 ADAM_BYTES_PER_PARAMETER = 8
@@ -38,7 +38,7 @@ def payload_bytes(case: Case) -> int | None:
 
 def file_bytes(case: Case) -> int:
     """Upper bound of the space that one save of a case takes; 0 when nothing is written or the size is not known."""
-    if case.writer == "ds_mock":
+    if case.writer in UNWRITTEN:
         return 0
     return int((payload_bytes(case) or 0) * FILE_OVERHEAD) + FILE_OVERHEAD_BYTES
 

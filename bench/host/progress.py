@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from bench.results import RunStatus, utc_now, write_json
+from bench.words import gib_per_second
 
 HEARTBEAT_SECONDS = 2.0
 
@@ -92,7 +93,7 @@ class RunProgress:
         if status.repetition is not None:
             parts.append(f"{status.repetition}/{status.repetitions}")
         if status.last_bytes_per_second:
-            parts.append(f"{status.last_bytes_per_second / 1024**3:.2f} GiB/s")
+            parts.append(gib_per_second(status.last_bytes_per_second))
         return "  ".join(parts)
 
     def _beat(self) -> None:

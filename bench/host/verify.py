@@ -23,8 +23,6 @@ import torch
 from bench.host.workloads.base import NotVerifiedError
 
 CHUNK_BYTES = 8 * 1024**2
-# Large enough for every logical and physical block size in use (512 and 4096 bytes).
-DIRECT_ALIGNMENT = 4096
 
 
 def drop_cache(path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -39,11 +39,6 @@ class WriterContext:
 
 class Writer(ABC):
     """One save mechanism. ``prepare`` once, untimed; ``save`` timed; ``verify`` after the last sample."""
-
-    # A row of this writer is only true when the storages came through torch's hook.
-    needs_hook: ClassVar[bool] = False
-    # False for a writer that writes nothing: there is nothing to verify and no storage rate.
-    writes: ClassVar[bool] = True
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,9 +35,6 @@ class DeepSpeedWriter(Writer):
 class Mock(DeepSpeedWriter):
     """Counts bytes and writes none: how fast serialization alone is. Never a storage rate."""
 
-    needs_hook: ClassVar[bool] = True
-    writes: ClassVar[bool] = False
-
     def _open(self, path: Path) -> Any:
         from deepspeed.io import MockFileWriter
 
@@ -55,8 +52,6 @@ class Python(DeepSpeedWriter):
 
 class FastPersist(DeepSpeedWriter):
     """DeepSpeed's FastFileWriter: storages copied through a pinned buffer, written with O_DIRECT."""
-
-    needs_hook: ClassVar[bool] = True
 
     def prepare(self) -> None:
         options = self.context.options

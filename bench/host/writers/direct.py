@@ -14,7 +14,7 @@ import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -28,8 +28,6 @@ LENGTH_BYTES = 8
 
 class DirectWriter(Writer):
     """Hook, pinned buffer (two halves in turns with ``double_buffer``), a thread that writes with O_DIRECT."""
-
-    needs_hook: ClassVar[bool] = True
 
     def prepare(self) -> None:
         options = self.context.options
