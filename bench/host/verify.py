@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ import torch
 from bench.host.workloads.base import NotVerifiedError
 
 CHUNK_BYTES = 8 * 1024**2
+# How many chunks are being read while one is compared: enough to keep an array of drives busy.
+CHUNKS_AHEAD = 3
+# O_DIRECT goes on at multiples of the logical block size only; 4096 is the largest in use.
+BLOCK_BYTES = 4096
 
 
 def drop_cache(path: Path) -> None:
@@ -38,7 +44,8 @@ def drop_cache(path: Path) -> None:
 class ColdReader:
     """Reads a file from its beginning without the page cache (O_DIRECT where the filesystem has it).
 
-    ``sha256`` is the digest of what was read so far.
+    ``sha256`` is the digest of what was read so far. The next chunks are read, and those already read are
+    hashed, while the caller compares: the drive, the digest and the comparison do not wait for each other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,43 +57,76 @@ class ColdReader:
         except OSError:  # EINVAL: no O_DIRECT here; the cache was dropped above
             self._descriptor = os.open(path, os.O_RDONLY)
         # An anonymous map is page-aligned, which O_DIRECT asks of the buffer.
-        self._buffer = mmap.mmap(-1, CHUNK_BYTES)
-        self._view = memoryview(self._buffer)
-        self._start = self._end = 0
-        self.offset = 0
+        self._buffers = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(CHUNKS_AHEAD + 1)]
+        self._views = [memoryview(buffer) for buffer in self._buffers]
+        self._reading: deque[tuple[int, int, Future[int]]] = deque()
+        self._hashing: list[Future[None] | None] = [None] * len(self._buffers)
+        self._readers = ThreadPoolExecutor(CHUNKS_AHEAD, "cold-read")
+        self._hasher = ThreadPoolExecutor(1, "sha256")
         self._hash = hashlib.sha256()
+        self._view = self._views[0]
+        self._start = self._end = 0
+        self._asked = 0  # the offset of the next chunk to ask for
+        self.offset = 0
+        for number in range(CHUNKS_AHEAD):
+            self._ask(number)
 
     def read(self, count: int) -> memoryview:
         """Up to ``count`` next bytes, fewer at a chunk's end, none at the end of the file."""
         if self._start == self._end:
-            self._fill()
+            self._next_chunk()
         piece = self._view[self._start : min(self._end, self._start + count)]
         self._start += len(piece)
         self.offset += len(piece)
         return piece
 
-    def _fill(self) -> None:
-        remaining = self.size - self.offset
-        self._start = self._end = 0
-        if remaining <= 0:
+    def _ask(self, number: int) -> None:
+        """Start reading the next chunk into a buffer that is compared, once it is hashed too."""
+        wanted = min(CHUNK_BYTES, self.size - self._asked)
+        if wanted > 0:
+            self._reading.append((number, wanted, self._readers.submit(self._fill, number, self._asked, wanted)))
+            self._asked += wanted
+
+    def _fill(self, number: int, offset: int, wanted: int) -> int:
+        hashed = self._hashing[number]
+        if hashed is not None:
+            hashed.result()
+        done = 0
+        while done < wanted and done % BLOCK_BYTES == 0:
+            got = os.preadv(self._descriptor, [self._views[number][done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return min(done, wanted)
+
+    def _next_chunk(self) -> None:
+        if not self._reading:
+            self._start = self._end = 0
             return
-        got = os.preadv(self._descriptor, [self._view], self.offset)
-        self._end = min(got, remaining)
-        self._hash.update(self._view[: self._end])
+        number, wanted, reading = self._reading.popleft()
+        self._start, self._end = 0, reading.result()
+        if self._end < wanted:
+            raise NotVerifiedError(f"{self.path.name} was cut to less than {self.size} bytes while it was read")
+        self._view = self._views[number]
+        self._hashing[number] = self._hasher.submit(self._hash.update, self._view[: self._end])
+        # The buffer before this one has been compared: the caller asks for more only when it is done with it.
+        self._ask((number - 1) % len(self._buffers))
 
     def sha256(self) -> str:
         """Digest of all that was read, in hex."""
+        for hashing in self._hashing:
+            if hashing is not None:
+                hashing.result()
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        """Close the file and free the buffer."""
+        """Close the file and free the buffers."""
+        for pool in (self._readers, self._hasher):
+            pool.shutdown(cancel_futures=True)
         os.close(self._descriptor)
-        self._view.release()
-        try:
-            self._buffer.close()
-        except BufferError:
-            # A piece is still referenced by the traceback of a failed comparison; freed with it.
-            self._buffer = mmap.mmap(-1, 1)
+        # A piece may still be referenced by the traceback of a failed comparison: freed with it.
+        self._buffers.clear()
+        self._views.clear()
 
     def __enter__(self) -> ColdReader:
         return self

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from bench.host.randomness import fill_random_
-from bench.host.verify import compare, replay_legacy
+from bench.host.verify import CHUNK_BYTES, ColdReader, compare, file_sha256, replay_legacy
 from bench.host.workloads.base import NotVerifiedError, SkipCaseError
 from bench.host.writers import make_writer
 from bench.host.writers.base import Writer, WriterContext, logical_block_bytes
@@ -211,6 +214,29 @@ def test_bytes_appended_are_found_out(tmp_path: Path) -> None:
         file.write(b"tail")
     with pytest.raises(NotVerifiedError, match="4 bytes longer"):
         replay_legacy(obj, path)
+
+
+def test_a_file_of_many_chunks_is_compared_and_hashed_to_its_last_byte(tmp_path: Path) -> None:
+    obj = [noise(7 * CHUNK_BYTES + 1234), noise(3), noise(2 * CHUNK_BYTES)]
+    path = tmp_path / "chunks.pt"
+    torch.save(obj, path, _use_new_zipfile_serialization=False)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert replay_legacy(obj, path) == digest == file_sha256(path)
+    for where in (path.stat().st_size - 1, 5 * CHUNK_BYTES):
+        flip(path, where)
+        with pytest.raises(NotVerifiedError, match=f"at byte {where}"):
+            replay_legacy(obj, path)
+        flip(path, where)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_not_verified(tmp_path: Path) -> None:
+    path = tmp_path / "cut.pt"
+    path.write_bytes(bytes(8 * CHUNK_BYTES))
+    with ColdReader(path) as reader:
+        reader.read(1)
+        os.truncate(path, 6 * CHUNK_BYTES + 17)
+        with pytest.raises(NotVerifiedError, match="was cut to less than"):
+            deque(iter(lambda: len(reader.read(CHUNK_BYTES)), 0))
 
 
 @pytest.mark.parametrize(
