@@ -40,10 +40,12 @@ from bench.layout import ops_root
 MANIFEST = "manifest.json"
 # DeepSpeed's own mark that it has warned about writes to consumer drives (csrc/aio, io_op_desc_t).
 WARNED = "_deepspeed_nvme_write_warning_emitted"
-BUILD_LOG = "build.log"
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 # One compiler process takes about this much on torch's headers.
 BYTES_PER_JOB = 1_500_000_000
+# An op is some ten source files; with fewer compilers than this, ops are built one after the other.
+JOBS_PER_OP = 4
+POLL_SECONDS = 0.1
 SMOKE_BYTES = 1 << 20
 SMOKE_SECONDS = 120.0
 # Ops for some rows on a GPU only; a host that can't build one skips or fails those rows, with the reason.
@@ -491,19 +493,11 @@ def _compile(target: Target, folder: Path, deadline: float) -> None:
         shutil.rmtree(old, ignore_errors=True)
     stage = folder.parent / f".{target.key}.building-{secrets.token_hex(4)}"
     stage.mkdir()
-    log = stage / BUILD_LOG
     try:
         cuda = find_cuda(target, folder.parent / f".{target.key}.toolkit")
         needed, wanted = ops_for(target.accelerator, cuda)
         environment = build_environment(os.environ, target, stage, Path(sys.prefix), cuda)
-        environment.setdefault("MAX_JOBS", str(jobs(os.cpu_count() or 1, available_bytes())))
-        _compile_ops(needed, environment, log, deadline)
-        missing = []
-        for op in wanted:
-            try:
-                _compile_ops([op], environment, log, deadline)
-            except OpsError:
-                missing.append(op)
+        missing = _compile_all(needed, wanted, environment, stage, deadline)
         built = [op for op in (*needed, *wanted) if op not in missing]
         if cuda is not None:
             missing = [op for op in OPTIONAL_GPU_OPS if op not in built]
@@ -523,19 +517,78 @@ def _compile(target: Target, folder: Path, deadline: float) -> None:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _compile_ops(ops: Sequence[str], environment: Mapping[str, str], log: Path, deadline: float) -> None:
-    """Compile in a process of their own; raises OpsError with the compiler's words and keeps the log."""
-    code = _run_logged([sys.executable, "-m", "bench.host.ops", "compile", *ops], environment, log, deadline)
-    if code == 0 and all(op_file(log.parent, op).exists() for op in ops):
-        return
-    text = _read(log)
-    kept = log.parent.parent / f"failed-{ops[-1]}.log"
-    shutil.copyfile(log, kept)
-    ended = "took longer than the time limit" if code is None else "failed"
-    raise OpsError(
-        f"compiling {', '.join(ops)} {ended} (log: {kept}). The compiler's words:\n{compiler_words(text)}\n"
-        f"What to do: {advice(text)}"
-    )
+def _compile_all(
+    needed: Sequence[str], wanted: Sequence[str], environment: Mapping[str, str], stage: Path, deadline: float
+) -> list[str]:
+    """Compile the needed ops, and the wanted ones beside them where there are cores enough.
+
+    Returns the wanted ops that did not compile; raises OpsError for a needed one.
+    """
+    asked = environment.get("MAX_JOBS", "")
+    free = int(asked) if asked.isdecimal() and int(asked) else jobs(os.cpu_count() or 1, available_bytes())
+    batches = [list(needed), *([op] for op in wanted)]
+    together = max(1, min(len(batches), free // JOBS_PER_OP))
+    commands = {
+        stage / f"build-{batch[-1]}.log": [sys.executable, "-m", "bench.host.ops", "compile", *batch]
+        for batch in batches
+    }
+    environment = {**environment, "MAX_JOBS": str(max(1, free // together))}
+    codes = run_logged(commands, environment, deadline, together)
+    missing = []
+    for batch, log in zip(batches, commands, strict=True):
+        if codes[log] == 0 and all(op_file(stage, op).exists() for op in batch):
+            continue
+        kept = stage.parent / f"failed-{batch[-1]}.log"
+        if log.exists():
+            shutil.copyfile(log, kept)
+        if batch == needed:
+            ended = "took longer than the time limit" if codes[log] is None else "failed"
+            text = _read(log)
+            raise OpsError(
+                f"compiling {', '.join(batch)} {ended} (log: {kept}). The compiler's words:\n{compiler_words(text)}\n"
+                f"What to do: {advice(text)}"
+            )
+        missing += batch
+    return missing
+
+
+def run_logged(
+    commands: Mapping[Path, Sequence[str]], environment: Mapping[str, str], deadline: float, together: int
+) -> dict[Path, int | None]:
+    """Run some commands, ``together`` at once, each with all output in the log that is its key.
+
+    The exit codes; None for one that was killed, or not started, because the deadline passed or because
+    the first of them, without which the others are of no use, failed.
+    """
+    codes: dict[Path, int | None] = dict.fromkeys(commands)
+    waiting = list(commands)
+    first = waiting[0]
+    running: dict[Path, subprocess.Popen[bytes]] = {}
+    try:
+        while (waiting or running) and time.monotonic() < deadline and not codes[first]:
+            while waiting and len(running) < together:
+                log = waiting.pop(0)
+                with log.open("ab") as output:
+                    running[log] = subprocess.Popen(
+                        commands[log],
+                        env=dict(environment),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        cwd=log.parent,
+                    )
+            time.sleep(POLL_SECONDS)
+            for log, process in list(running.items()):
+                codes[log] = process.poll()
+                if codes[log] is not None:
+                    del running[log]
+    finally:
+        for process in running.values():
+            # The compilers too, not only the Python that started them.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return codes
 
 
 def _refuse_without_asserts(path: Path) -> None:

@@ -289,7 +289,8 @@ def _enter(lock: Path, order: list[str]) -> None:
 def test_a_build_past_its_time_limit_is_killed_with_its_compilers(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = f"sleep 300 & echo $! > {tmp_path}/pid; echo compiling; wait"
-    assert ops._run_logged(["sh", "-c", script], os.environ, log, time.monotonic() + 1) is None
+    codes = ops.run_logged({log: ["sh", "-c", script]}, os.environ, time.monotonic() + 1, together=1)
+    assert codes == {log: None}
     assert log.read_text() == "compiling\n"
     pid = int((tmp_path / "pid").read_text())
     for _ in range(100):
@@ -298,6 +299,29 @@ def test_a_build_past_its_time_limit_is_killed_with_its_compilers(tmp_path: Path
             return
         time.sleep(0.05)
     pytest.fail("the compiler outlived its build")
+
+
+def test_builds_run_together_each_with_its_own_log(tmp_path: Path) -> None:
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+    # Each of the first two waits for the other: they end only when both run at once.
+    meet = f"touch {tmp_path}/$0; until [ -e {tmp_path}/$1 ]; do sleep 0.05; done; echo $0 met $1; exit $2"
+    commands = {
+        logs[0]: ["sh", "-c", meet, "a", "b", "0"],
+        logs[1]: ["sh", "-c", meet, "b", "a", "3"],
+        logs[2]: ["sh", "-c", "echo later"],
+    }
+    assert ops.run_logged(commands, os.environ, time.monotonic() + 20, together=2) == dict(
+        zip(logs, (0, 3, 0), strict=True)
+    )
+    assert [log.read_text() for log in logs] == ["a met b\n", "b met a\n", "later\n"]
+
+
+def test_when_the_needed_ops_fail_nothing_else_is_waited_for(tmp_path: Path) -> None:
+    needed, beside, later = (tmp_path / name for name in ("needed.log", "beside.log", "later.log"))
+    commands = {needed: ["false"], beside: ["sleep", "300"], later: ["true"]}
+    codes = ops.run_logged(commands, os.environ, time.monotonic() + 60, together=2)
+    assert codes == {needed: 1, beside: None, later: None}
+    assert not later.exists()
 
 
 def test_python_without_asserts_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
