@@ -5,7 +5,8 @@ from __future__ import annotations
 from bench.host.models import parameter_count
 from bench.plan import UNWRITTEN, Case
 
-# Adam's two moments, in fp32; ZeRO, and any half-precision training, keeps an fp32 master copy of the weights too.
+# An engine has Adam's two moments in fp32; ZeRO, and any half-precision training, keeps an fp32 master copy of the
+# weights too. A model saved without an engine has moments of its weights' type and no such copy.
 ADAM_BYTES_PER_PARAMETER = 8
 MASTER_BYTES_PER_PARAMETER = 4
 # A file is a little larger than its payload: pickle, size headers, zip records, block padding.
@@ -29,7 +30,9 @@ def payload_bytes(case: Case) -> int | None:
     weights = parameters * (2 if options.half else 4)
     if not options.optimizer:
         return weights
-    partitioned = case.workload == "engine" and options.zero_stage > 0
+    if case.workload != "engine":
+        return 3 * weights
+    partitioned = options.zero_stage > 0
     master = parameters * MASTER_BYTES_PER_PARAMETER if options.half or partitioned else 0
     if partitioned and options.zero_stage == 3:
         weights = 0  # ZeRO 3 keeps the master copy in place of the model's weights

@@ -47,22 +47,9 @@ def build_model(
     return fill_weights_(model, seed).eval()
 
 
-def model_bytes(name: str, dtype: torch.dtype | None = None, optimizer: bool = False) -> int:
-    """Bytes of the tensors in a checkpoint of the model, without making it; with Adam's two moments where asked."""
-    import torch
-
-    width = torch.empty(0, dtype=dtype or torch.float32).element_size()
-    return parameter_count(name) * width * (3 if optimizer else 1)
-
-
 def parameter_count(name: str) -> int:
     """The number of parameters of a shipped model, tied ones counted once, as published."""
     return int(_shipped(name)["parameters"])
-
-
-def published_name(name: str) -> str:
-    """The public model whose shapes a shipped model has."""
-    return str(_shipped(name)["published"])
 
 
 def model_inputs(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:

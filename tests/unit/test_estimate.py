@@ -1,4 +1,4 @@
-"""How much a case writes, before torch is imported; tests/host/test_engine.py measures the same ratios."""
+"""How much a case writes, before torch is imported; test_models and test_engine measure the same ratios."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ PARAMETERS = 1_235_814_400  # Llama 3.2 1B, tied weights once
         ("model", {}, 4),
         ("model", {"half": True}, 2),
         ("model", {"optimizer": True}, 12),
+        ("model", {"optimizer": True, "half": True, "gpu": True}, 6),
+        ("roundtrip", {"optimizer": True, "half": True, "gpu": True}, 6),
         ("engine", {}, 4),
         ("engine", {"optimizer": True}, 12),
         ("engine", {"optimizer": True, "zero_stage": 1}, 16),
