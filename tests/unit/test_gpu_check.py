@@ -38,7 +38,9 @@ def test_plan_folder_and_arguments_are_passed_on() -> None:
 @pytest.mark.parametrize("name", ["gpu", "gpu-phi3"])
 def test_the_gpu_plans_have_every_writer_side_by_side_on_the_gpu(name: str) -> None:
     plan = load_plan(name)
-    assert set(plan.benchmarks[0].writers) == set(WRITER_TAGS)
+    first = plan.benchmarks[0]
+    alike = [benchmark for benchmark in plan.benchmarks if benchmark.options == first.options]
+    assert {writer for benchmark in alike for writer in benchmark.writers} == set(WRITER_TAGS)
     assert all(case.options.gpu for case in plan.cases())
 
 
@@ -57,6 +59,17 @@ def test_phi3_is_the_published_size() -> None:
     assert size is not None
     assert round(size / GIB, 3) == 14.235
     assert gpu_memory_bytes(case) > size
+
+
+def test_all_that_write_phi3_are_taken_in_turns_on_an_h200() -> None:
+    from bench.host.estimate import gpu_memory_bytes
+    from bench.host.run import GPU_MEMORY_SHARE
+
+    plan = load_plan("gpu-phi3")
+    writing = [case for case in plan.cases() if case.writer in plan.benchmarks[0].writers]
+    assert len(writing) == 8
+    h200_free_bytes = 149_600_000_000  # what nvidia-smi calls free on an idle one
+    assert sum(map(gpu_memory_bytes, writing)) < GPU_MEMORY_SHARE * h200_free_bytes
 
 
 def test_what_could_not_be_built_is_named_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
