@@ -224,7 +224,7 @@ class FleetReport(Model):
 class FleetRate:
     """One measurement over the hosts that made it; rates in bytes per second."""
 
-    workload: str
+    benchmark: str
     writer: str
     hosts: int
     lowest: float

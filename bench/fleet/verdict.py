@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from bench import stats
 from bench.plan import UNWRITTEN
 from bench.results import CaseResult, ExitCode, FleetRate, HostOutcome, HostReport
-from bench.words import gib_per_second
+from bench.words import benchmark_words, gib_per_second
 
 # A host is slow when a rate is below the median of alike hosts by more than both of these.
 SLOW_SHARE = 0.10
@@ -79,7 +79,7 @@ def report_fault(report: HostReport) -> str | None:
 
 def row_fault(case: CaseResult) -> str | None:
     """Why a row counts as failed, or None. A skipped row never does; an unverified one always."""
-    name = f"{case.workload} {case.writer}"
+    name = _name(case)
     if case.status in ("failed", "timeout"):
         return (
             f"{name} {'failed' if case.status == 'failed' else 'ran out of time'}: {case.reason or 'no reason given'}"
@@ -92,7 +92,7 @@ def row_fault(case: CaseResult) -> str | None:
 def nonsense(report: HostReport) -> str | None:
     """What can't be true in a report that has the right form, or None."""
     for case in report.cases:
-        name = f"{case.workload} {case.writer}"
+        name = _name(case)
         if case.status == "ok" and case.writer not in UNWRITTEN:
             counted = [sample.durable_seconds for sample in case.samples if not sample.warmup]
             if not counted or case.durable_bytes_per_second is None:
@@ -110,9 +110,14 @@ def nonsense(report: HostReport) -> str | None:
 
 
 def case_key(case: CaseResult) -> str:
-    """One name for the same measurement on all hosts."""
+    """One name for the same measurement on all hosts: benchmark and writer in words, then all that must be equal."""
     chosen = ",".join(f"{key}={value}" for key, value in sorted(case.options.items()))
-    return f"{case.workload}|{case.mechanism}|{case.payload_bytes}|{chosen}"
+    benchmark = benchmark_words(case.workload, case.options, case.payload_bytes).replace("|", "/")
+    return f"{benchmark}|{case.mechanism}|{case.payload_bytes}|{chosen}"
+
+
+def _name(case: CaseResult) -> str:
+    return f"{benchmark_words(case.workload, case.options)}: {case.writer}"
 
 
 def alike_key(report: HostReport) -> tuple[str, ...]:
@@ -136,10 +141,10 @@ def fleet_rates(digests: Iterable[Digest]) -> list[FleetRate]:
             found[case].append((rate, one.host))
     rates = []
     for case, members in found.items():
-        workload, writer = case.split("|")[:2]
+        benchmark, writer = case.split("|")[:2]
         middle = stats.median([rate for rate, _ in members])
         lowest, host = min(members)
-        rates.append(FleetRate(workload, writer, len(members), lowest, host, middle, max(members)[0]))
+        rates.append(FleetRate(benchmark, writer, len(members), lowest, host, middle, max(members)[0]))
     return rates
 
 
@@ -167,9 +172,9 @@ def slow_hosts(digests: Sequence[Digest]) -> dict[str, str]:
             middle = stats.median([other for other, _ in members])
             behind = 1 - rate / middle
             if behind > worst.get(host, (0.0, ""))[0]:
-                workload, writer = case.split("|")[:2]
+                benchmark, writer = case.split("|")[:2]
                 words = (
-                    f"{workload} {writer} is {behind:.0%} below the median of {len(members)} alike hosts "
+                    f"{benchmark}: {writer} is {behind:.0%} below the median of {len(members)} alike hosts "
                     f"({gib_per_second(rate)} against {gib_per_second(middle)})"
                 )
                 worst[host] = (behind, words)

@@ -15,6 +15,7 @@ from bench.host.facts import gpus
 from bench.host.run import InterruptedRunError, RunSettings, run
 from bench.plan import GIB, UNWRITTEN, Plan, PlanError
 from bench.results import RUN_ID_PATTERN, ExitCode, new_run_id
+from bench.words import benchmark_words
 
 
 def run_plan(
@@ -91,9 +92,14 @@ def _print_dry_run(plan: Plan, folder: Path, console: Console) -> int:
         f"plan {plan.name}: {plan.warmup} warm-up and {plan.repetitions} counted saves a case, into {folder}",
         soft_wrap=True,
     )
+    benchmark = None
     for case in plan.cases():
         refusal = preflight.check_case(case, host)
         size = payload_bytes(case)
+        name = benchmark_words(case.workload, case.options.model_dump(exclude_defaults=True), size or 0)
+        if name != benchmark:
+            benchmark = name
+            console.print(name, soft_wrap=True, markup=False)
         if refusal is not None:
             problems += refusal.status == "failed"
             what = f"{refusal.status}: {refusal.reason}"
@@ -103,7 +109,7 @@ def _print_dry_run(plan: Plan, folder: Path, console: Console) -> int:
             written = 0 if case.writer in UNWRITTEN else size * samples
             total += written
             what = f"{samples} x {size / GIB:.3f} GiB" if written else "writes nothing"
-        console.print(f"  {case.workload:<10} {case.writer:<17} {what}", soft_wrap=True, markup=False)
+        console.print(f"  {case.writer:<17} {what}", soft_wrap=True, markup=False)
     need = preflight.space_needed(plan.cases())
     console.print(
         f"writes {total / GIB:.2f} GiB in all, at most {need / GIB:.2f} GiB at a time; "

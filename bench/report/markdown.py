@@ -13,10 +13,9 @@ from bench.words import gib_per_second, plain
 MAX_TABLES = 100
 
 TITLES = (
-    "workload",
+    "benchmark",
     "writer",
     "tag",
-    "size",
     "durable",
     "vs torch_save",
     "of ceiling",
@@ -60,11 +59,11 @@ def rate_section(rates: Sequence[FleetRate]) -> Iterator[str]:
     yield ""
     yield "## The fleet"
     yield ""
-    yield "| workload | writer | hosts | median | highest | lowest | on |"
+    yield "| benchmark | writer | hosts | median | highest | lowest | on |"
     yield "|---|---|---:|---:|---:|---:|---|"
     for rate in rates:
         figures = (gib_per_second(value) for value in (rate.median, rate.highest, rate.lowest))
-        cells = (rate.workload, rate.writer, str(rate.hosts), *figures, rate.lowest_host)
+        cells = (rate.benchmark, rate.writer, str(rate.hosts), *figures, rate.lowest_host)
         yield "| " + " | ".join(escape(cell) for cell in cells) + " |"
 
 
@@ -77,11 +76,11 @@ def host_section(outcome: HostOutcome, report: HostReport) -> Iterator[str]:
         yield escape(line)
     yield ""
     yield "| " + " | ".join(TITLES) + " |"
-    yield "|---|---|---|" + "---:|" * 6 + "---|---|---|"
+    yield "|---|---|---|" + "---:|" * 5 + "---|---|---|"
     table = rows(report)
     for row in table:
         yield "| " + " | ".join(escape(cell) for cell in _cells(row)) + " |"
-    remarks = [f"- {escape(row.workload)} {escape(row.writer)}: {escape(row.remark)}" for row in table if row.remark]
+    remarks = [f"- {escape(row.benchmark)}: {escape(row.writer)}: {escape(row.remark)}" for row in table if row.remark]
     if remarks:
         yield ""
         yield from remarks
@@ -97,10 +96,9 @@ def escape(text: str) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     status = row.status if row.note is None else f"{row.status}: {row.note}"
     return (
-        row.workload,
+        row.benchmark,
         row.writer,
         row.tag,
-        row.size,
         row.rate,
         row.ratio,
         row.share,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from bench import stats
 from bench.plan import UNWRITTEN
 from bench.results import CaseResult, FleetRate, FleetReport, HostOutcome, HostReport
-from bench.words import duration, gib_per_second, plain, size_words
+from bench.words import benchmark_words, duration, gib_per_second, plain
 
 # Hosts whose whole tables are printed; of a larger fleet only those that did not pass, up to as many.
 FULL_TABLES = 4
@@ -21,13 +22,12 @@ VERDICT_ORDER = ("FAILED", "UNREACHABLE", "SLOW", "SKIPPED", "PASS")
 class Row:
     """One line of a host's table, in words. ``note`` replaces the figures of a row that has none.
 
-    ``seconds``: how many counted saves, their shortest and longest durable time, and their scaled MAD.
+    ``benchmark``: what this row and its neighbours saved. ``seconds``: how many counted saves, their shortest and longest durable time, and their scaled MAD.
     """
 
-    workload: str
+    benchmark: str
     writer: str
     tag: str
-    size: str
     rate: str = "-"
     ratio: str = "-"
     share: str = "-"
@@ -41,8 +41,7 @@ class Row:
 
 
 Column = tuple[str, Callable[[Row], str]]
-_NAMES: tuple[Column, ...] = (("workload", lambda row: row.workload), ("writer", lambda row: row.writer))
-_SIZE: Column = ("size", lambda row: row.size)
+_NAME: Column = ("writer", lambda row: f"  {row.writer}")
 _RATE: Column = ("durable", lambda row: row.rate)
 _VERIFIED: Column = ("verified", lambda row: row.verified)
 _RESUMES: Column = ("resumes", lambda row: row.resumes)
@@ -50,22 +49,31 @@ _STATUS: Column = ("status", lambda row: row.status)
 # From the richest to the narrowest.
 FORMS: tuple[tuple[Column, ...], ...] = (
     (
-        *_NAMES, _SIZE, _RATE, ("vs torch_save", lambda row: row.ratio), ("of ceiling", lambda row: row.share),
+        _NAME, _RATE, ("vs torch_save", lambda row: row.ratio), ("of ceiling", lambda row: row.share),
         ("spread", lambda row: row.spread), _VERIFIED, _RESUMES, _STATUS,
     ),
     (
-        *_NAMES, _SIZE, _RATE, ("vs", lambda row: row.ratio), ("ceiling", lambda row: row.share),
+        _NAME, _RATE, ("vs", lambda row: row.ratio), ("ceiling", lambda row: row.share),
         ("spread", lambda row: row.spread), _VERIFIED, _RESUMES, _STATUS,
     ),
-    (*_NAMES, _RATE, ("vs", lambda row: row.ratio), _VERIFIED, _STATUS),
-    (*_NAMES, _RATE),
+    (_NAME, _RATE, ("vs", lambda row: row.ratio), _VERIFIED, _STATUS),
+    (_NAME, _RATE),
 )  # fmt: skip
 
 
 def rows(report: HostReport) -> list[Row]:
-    """A host's table; torch_save of the same workload and size is what the others are compared with."""
-    base = {_group(case): case.durable_bytes_per_second for case in report.cases if case.writer == "torch_save"}
-    return [_row(case, base.get(_group(case))) for case in report.cases]
+    """A host's table; torch_save in the legacy format, of the same data, is what the others are compared with."""
+    base: dict[str, float] = {}
+    for case in sorted(report.cases, key=lambda case: not case.options.get("zipfile")):
+        if case.writer == "torch_save" and case.durable_bytes_per_second:
+            base[_data(case)] = case.durable_bytes_per_second
+    table = []
+    for _, members in groupby(report.cases, lambda case: (case.workload, case.options)):
+        cases = list(members)
+        largest = max(case.payload_bytes for case in cases)
+        name = benchmark_words(cases[0].workload, cases[0].options, largest)
+        table += [_row(case, name, base.get(_data(case))) for case in cases]
+    return table
 
 
 def host_lines(report: HostReport, width: int) -> list[str]:
@@ -74,10 +82,14 @@ def host_lines(report: HostReport, width: int) -> list[str]:
     forms = [_form(table, columns) for columns in FORMS]
     chosen = next((form for form in forms if max(map(len, form)) <= width), forms[-1])
     lines = [*header_lines(report), chosen[0]]
+    benchmark = None
     for row, line in zip(table, chosen[1:], strict=True):
+        if row.benchmark != benchmark:
+            benchmark = row.benchmark
+            lines.append(benchmark)
         lines.append(line if row.note is None else f"{line}  {row.status}: {row.note}")
         if row.remark:
-            lines.append(f"    {row.remark}")
+            lines.append(f"      {row.remark}")
     return lines
 
 
@@ -87,7 +99,7 @@ def _form(table: Sequence[Row], columns: Sequence[Column]) -> list[str]:
     lines = [_join([title for title, _ in columns], widths)]
     for row in table:
         cells = [cell(row) for _, cell in columns]
-        lines.append(_join(cells, widths) if row.note is None else _join(cells[:2], widths[:2]))
+        lines.append(_join(cells, widths) if row.note is None else _join(cells[:1], widths[:1]))
     return lines
 
 
@@ -166,11 +178,10 @@ def fleet_lines(
 
 def rate_lines(rates: Sequence[FleetRate]) -> list[str]:
     """How fast each writer is over the fleet, durably, and who is last."""
-    cells = [("workload", "writer", "hosts", "median", "highest", "lowest", "")]
+    cells = [("writer", "hosts", "median", "highest", "lowest", "")]
     cells += [
         (
-            plain(rate.workload, 12),
-            plain(rate.writer, 20),
+            f"  {plain(rate.writer, 20)}",
             str(rate.hosts),
             gib_per_second(rate.median),
             gib_per_second(rate.highest),
@@ -179,8 +190,12 @@ def rate_lines(rates: Sequence[FleetRate]) -> list[str]:
         )
         for rate in rates
     ]
-    widths = [max(len(row[place]) for row in cells) for place in range(6)]
-    return [f"{_join(row[:6], widths)}  {row[6]}".rstrip() for row in cells]
+    widths = [max(len(row[place]) for row in cells) for place in range(5)]
+    lines = [f"{_join(row[:5], widths)}  {row[5]}".rstrip() for row in cells]
+    for place in reversed(range(len(rates))):
+        if place == 0 or rates[place].benchmark != rates[place - 1].benchmark:
+            lines.insert(place + 1, plain(rates[place].benchmark))
+    return lines
 
 
 def fleet_verdict(hosts: Sequence[HostOutcome]) -> str:
@@ -198,13 +213,12 @@ def worst_first(hosts: Iterable[HostOutcome]) -> list[HostOutcome]:
     return sorted(hosts, key=lambda host: (VERDICT_ORDER.index(host.verdict), host.name))
 
 
-def _row(case: CaseResult, base: float | None) -> Row:
+def _row(case: CaseResult, benchmark: str, base: float | None) -> Row:
     rate = case.durable_bytes_per_second
     row = Row(
-        workload=plain(case.workload, 12),
+        benchmark=benchmark,
         writer=plain(case.mechanism, 20),
         tag=plain(case.tag, 30),
-        size=size_words(case.payload_bytes) if case.payload_bytes else "-",
         status=case.status,
     )
     if case.status != "ok":
@@ -247,9 +261,10 @@ def _with(row: Row, **changes: str | None) -> Row:
     return Row(**{**row.__dict__, **changes})
 
 
-def _group(case: CaseResult) -> tuple[str, int, str]:
-    chosen = {key: value for key, value in case.options.items() if key not in ("zipfile",)}
-    return case.workload, case.payload_bytes, repr(sorted(chosen.items()))
+def _data(case: CaseResult) -> str:
+    """What a case saves, whatever the format."""
+    chosen = sorted((key, value) for key, value in case.options.items() if key != "zipfile")
+    return f"{case.workload} {case.payload_bytes} {chosen}"
 
 
 def _yes(value: bool | None) -> str:
@@ -268,9 +283,9 @@ def _drives(report: HostReport) -> str:
 
 
 def _join(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Words to the left (the first two columns), figures to the right."""
+    """Words to the left (the first column), figures to the right."""
     parts = [
-        f"{cell:<{width}}" if place < 2 else f"{cell:>{width}}"
+        f"{cell:<{width}}" if place == 0 else f"{cell:>{width}}"
         for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return "  ".join(parts).rstrip()

@@ -29,10 +29,16 @@ def test_a_host_whose_rows_all_worked_passes():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"status": "failed", "reason": "No space left"}, "model ds_aio failed: No space left"),
-        ({"status": "timeout", "reason": "took over 600 s"}, "model ds_aio ran out of time: took over 600 s"),
-        ({"verified": None}, "model ds_aio was not verified"),
-        ({"verified": False, "reason": "tensor w differs"}, "model ds_aio was not verified: tensor w differs"),
+        ({"status": "failed", "reason": "No space left"}, "model tiny-t5 fp32: ds_aio failed: No space left"),
+        (
+            {"status": "timeout", "reason": "took over 600 s"},
+            "model tiny-t5 fp32: ds_aio ran out of time: took over 600 s",
+        ),
+        ({"verified": None}, "model tiny-t5 fp32: ds_aio was not verified"),
+        (
+            {"verified": False, "reason": "tensor w differs"},
+            "model tiny-t5 fp32: ds_aio was not verified: tensor w differs",
+        ),
     ],
 )
 def test_a_row_that_should_work_and_does_not_fails_the_host(change, words):

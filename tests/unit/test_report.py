@@ -50,16 +50,40 @@ def test_the_table_of_one_host():
         r"8 x PM1743 3\.84 TB, raid0 .*xfs.*8 x H200.*torch 2\.6\.0 patched.*ceiling 21\.4 GiB/s", lines[0]
     )
     assert re.split(r" {2,}", lines[1].strip()) == [
-        "workload", "writer", "size", "durable", "vs torch_save", "of ceiling", "spread", "verified", "resumes",
-        "status",
+        "writer", "durable", "vs torch_save", "of ceiling", "spread", "verified", "resumes", "status",
     ]  # fmt: skip
-    cells = re.split(r" {2,}", line_of(lines, "model", "ds_aio"))
-    assert cells == ["model", "ds_aio", "4 GiB", "17.9 GiB/s", "27.1 x", "84%", "14%!", "yes", "-", "ok"]
+    assert lines[2] == "model tiny-t5 fp32, 4 GiB"
+    cells = re.split(r" {2,}", line_of(lines, "  ds_aio", "14%!").strip())
+    assert cells == ["ds_aio", "17.9 GiB/s", "27.1 x", "84%", "14%!", "yes", "-", "ok"]
+    assert line_of(lines, "engine") == "engine tiny-t5 fp32, ZeRO 0, 4 GiB"
+
+
+def test_rows_of_one_workload_are_told_apart_by_what_they_saved():
+    cases = [
+        row("engine", "ds_aio", 1, options={"half": True, "optimizer": True, "zero_stage": stage}) for stage in (1, 2)
+    ]
+    report_ = host_report(cases=cases)
+    lines = host_lines(report_, 140)
+    heads = [line for line in lines if line.startswith("engine")]
+    assert heads == [f"engine tiny-t5 half, optimizer, ZeRO {stage}, 4 GiB" for stage in (1, 2)]
+    rates = fleet_rates([digest(report_, "r")])
+    assert [rate.benchmark for rate in rates] == heads
+    page = "\n".join(host_section(HostOutcome(name="n", verdict="PASS", report="r"), report_))
+    assert all(f"| {head} | ds\\_aio |" in page for head in heads)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_zip_format_is_compared_with_the_legacy_one_where_both_were_measured(order):
+    cases = [row("tensor", "torch_save", 1.0), row("tensor", "torch_save", 0.5, options={"zipfile": True})]
+    lines = host_lines(host_report(cases=cases[::order]), 140)
+    zipped = lines.index("tensor, zip format, 4 GiB")
+    assert " 0.5 x " in lines[zipped + 1]
+    assert " 1.0 x " in line_of(lines, "1.00 GiB/s")
 
 
 def test_a_row_that_was_not_measured_says_why_and_shows_no_figure():
     lines = host_lines(host_report(cases=ROWS), 140)
-    assert line_of(lines, "ds_gds").split(maxsplit=2)[2] == "skipped: nvidia-fs is not loaded (see docs/gds.md)"
+    assert line_of(lines, "ds_gds").split(maxsplit=1)[1] == "skipped: nvidia-fs is not loaded (see docs/gds.md)"
     assert "GiB/s" not in line_of(lines, "ds_gds")
 
 
@@ -71,7 +95,8 @@ def test_a_mock_row_is_a_ceiling_of_serialization_and_is_compared_with_nothing()
 
 def test_what_does_not_resume_is_explained_below_its_row():
     lines = host_lines(host_report(cases=ROWS), 140)
-    place = lines.index(line_of(lines, "engine", "ds_aio"))
+    place = lines.index("engine tiny-t5 fp32, ZeRO 0, 4 GiB") + 1
+    assert lines[place].startswith("  ds_aio")
     assert "DeepSpeed looks for another file name (docs/resume.md)" in lines[place + 1]
 
 
@@ -87,7 +112,7 @@ def test_the_figures_fit_the_terminal(width):
 
 def test_a_narrow_terminal_keeps_the_rates():
     lines = host_lines(host_report(cases=ROWS), 40)
-    assert "17.9 GiB/s" in line_of(lines, "model", "ds_aio")
+    assert "17.9 GiB/s" in line_of(lines, "ds_aio")
 
 
 def test_one_host_ends_with_its_verdict_and_where_the_time_went():
@@ -110,8 +135,9 @@ def test_a_large_fleet_names_everybody_who_did_not_pass_and_counts_the_rest():
 def test_a_fleet_sees_how_fast_each_writer_is_and_who_is_last():
     outcomes = [HostOutcome(name=name, verdict="PASS", report="r") for name in "abcdef"]
     lines = fleet_lines(fleet(*outcomes), RATES, lambda _: None, 100, "r.md")
-    cells = re.split(r" {2,}", line_of(lines, "model", "ds_aio"))
-    assert cells == ["model", "ds_aio", "3", "18.0 GiB/s", "19.0 GiB/s", "9.00 GiB/s", "on b"]
+    head = lines.index("model tiny-t5 fp32, 4 GiB")
+    cells = re.split(r" {2,}", line_of(lines[head:], "ds_aio").strip())
+    assert cells == ["ds_aio", "3", "18.0 GiB/s", "19.0 GiB/s", "9.00 GiB/s", "on b"]
     assert not any("ds_mock" in line for line in lines)
 
 
@@ -146,11 +172,11 @@ def test_the_page_has_every_host_and_the_tables():
     ]
     page = "\n".join(markdown(fleet(*outcomes), RATES, lambda _: host_report(cases=ROWS)))
     assert "| a | PASS |  |" in page
-    assert "| model | ds\\_aio | 3 | 18.0 GiB/s | 19.0 GiB/s | 9.00 GiB/s | b |" in page
+    assert "| model tiny-t5 fp32, 4 GiB | ds\\_aio | 3 | 18.0 GiB/s | 19.0 GiB/s | 9.00 GiB/s | b |" in page
     assert "| b | UNREACHABLE | no route |" in page
     table = [line for line in page.splitlines() if line.startswith("|") and "test" in line]
     assert len(table) == len(ROWS)
-    assert {line.replace(r"\|", "").count("|") for line in table} == {13}
+    assert {line.replace(r"\|", "").count("|") for line in table} == {12}
 
 
 def test_escape_leaves_ordinary_words_readable():
