@@ -22,7 +22,8 @@ VERDICT_ORDER = ("FAILED", "UNREACHABLE", "SLOW", "SKIPPED", "PASS")
 class Row:
     """One line of a host's table, in words. ``note`` replaces the figures of a row that has none.
 
-    ``benchmark``: what this row and its neighbours saved. ``seconds``: how many counted saves, their shortest and longest durable time, and their scaled MAD.
+    ``benchmark``: what this row and its neighbours saved. ``seconds``: how many counted saves, their
+    shortest and longest durable time, and their scaled MAD.
     """
 
     benchmark: str
