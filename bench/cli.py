@@ -304,9 +304,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON instead o
 @ops_app.command("build")
 def ops_build_command(root: Root = None, json_: AsJson = False) -> None:
     """Compile the ops into the cache where they are not there yet, load them and try them."""
-    from bench.host import ops
+    from bench.host import ops_build
 
-    _print_ops(ops.build(root or default_runtime_root()), json_)
+    _print_ops(ops_build.build(root or default_runtime_root()), json_)
 
 
 @ops_app.command("check")

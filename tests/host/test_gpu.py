@@ -13,6 +13,7 @@ import torch
 from benching import CHECKOUT, Bench, report_of, rows_of
 
 from bench.host import gpu, hook, models, ops
+from bench.host.cuda import find_cuda
 from bench.host.verify import compare
 from bench.host.workloads.base import SkipCaseError
 from bench.host.writers import make_writer
@@ -143,8 +144,7 @@ def test_a_device_that_is_not_there_is_named(bench: Bench, tmp_path: Path) -> No
 def cufile_double(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stand-in for cuFile, compiled against the CUDA headers that the ops were built with."""
     folder = tmp_path_factory.mktemp("double")
-    cuda = ops.find_cuda(ops.this_target(), folder / "cuda")
-    assert cuda is not None
+    cuda = find_cuda(ops.this_target().cuda, folder / "cuda")
     library = folder / "libcufile_double.so"
     source = CHECKOUT / "tests" / "host" / "cufile_double" / "cufile_double.c"
     # Not linked with CUDA: it is loaded before torch, and takes torch's CUDA when it is first called.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.host import ops
+from bench.host import cuda, ops, ops_build
 
 CPU = ops.Target("2.6.0", "0.19.8", "3.11", "x86_64", "glibc-2.36", "f1")
-CUDA = ops.Cuda(Path("/cuda"), (Path("/driver"), Path("/cuda/lib64/stubs")), compiler=True, cufile=True)
+CUDA = cuda.Cuda(Path("/cuda"), (Path("/driver"), Path("/cuda/lib64/stubs")), compiler=True, cufile=True)
 GPU = replace(CPU, accelerator="cuda", cuda="12.4", capabilities=("9.0",))
 
 
@@ -50,28 +50,13 @@ def test_the_order_of_flags_and_cores_does_not_change_the_key() -> None:
     assert ops.cpu_flags(one) != ops.cpu_flags(one.replace("avx2", "avx512f"))
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "expected"),
-    [
-        (("9.0",), "9.0"),
-        (("10.0a",), "10.0"),
-        (("9.0", "8.0", "9.0"), "8.0;9.0"),
-        (("12.0f", "9.0a"), "9.0;12.0"),
-    ],
-)
-def test_the_architecture_list_is_of_the_gpus_present_and_in_plain_numbers(
-    capabilities: tuple[str, ...], expected: str
-) -> None:
-    assert ops.architecture_list(capabilities) == expected
-
-
 def environment(**inherited: str) -> dict[str, str]:
-    return ops.build_environment(inherited, GPU, Path("/stage"), Path("/venv"), CUDA)
+    return ops_build.build_environment(inherited, GPU, Path("/stage"), Path("/venv"), CUDA)
 
 
 def test_an_architecture_list_of_the_user_does_not_reach_the_builder() -> None:
     assert environment(TORCH_CUDA_ARCH_LIST="10.0a")["TORCH_CUDA_ARCH_LIST"] == "9.0"
-    on_cpu = ops.build_environment({"TORCH_CUDA_ARCH_LIST": "10.0a"}, CPU, Path("/s"), Path("/v"), None)
+    on_cpu = ops_build.build_environment({"TORCH_CUDA_ARCH_LIST": "10.0a"}, CPU, Path("/s"), Path("/v"), None)
     assert "TORCH_CUDA_ARCH_LIST" not in on_cpu
 
 
@@ -92,14 +77,14 @@ def test_an_op_without_its_asserts_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "async_io.so"
     path.write_bytes(b"\x7fELF io_submit")
     with pytest.raises(ops.OpsError, match="NDEBUG"):
-        ops._refuse_without_asserts(path)
+        ops_build._refuse_without_asserts(path)
     path.write_bytes(b"\x7fELF io_submit __assert_fail")
-    ops._refuse_without_asserts(path)
+    ops_build._refuse_without_asserts(path)
 
 
 @pytest.mark.parametrize(("cpus", "available", "expected"), [(16, 64e9, 16), (64, 8e9, 5), (8, 1e9, 1)])
 def test_compilers_do_not_outrun_memory(cpus: int, available: float, expected: int) -> None:
-    assert ops.jobs(cpus, int(available)) == expected
+    assert ops_build.jobs(cpus, int(available)) == expected
 
 
 LOG = """\
@@ -117,12 +102,12 @@ RuntimeError: Error building extension 'async_io'
 
 
 def test_a_failed_build_shows_the_compilers_words_first() -> None:
-    words = ops.compiler_words(LOG)
+    words = ops_build.compiler_words(LOG)
     assert words.startswith("deepspeed_aio_types.h:8:10: fatal error: libaio.h")
 
 
 def test_words_without_an_error_are_the_end_of_the_log() -> None:
-    assert ops.compiler_words("one\ntwo\nthree", lines=2) == "two\nthree"
+    assert ops_build.compiler_words("one\ntwo\nthree", lines=2) == "two\nthree"
 
 
 @pytest.mark.parametrize(
@@ -139,15 +124,15 @@ def test_words_without_an_error_are_the_end_of_the_log() -> None:
     ],
 )
 def test_a_failed_build_says_what_to_do(log: str, advice: str) -> None:
-    assert advice in ops.advice(log)
+    assert advice in ops_build.advice(log)
 
 
 def test_what_a_host_needs_and_what_only_some_rows_want() -> None:
-    assert ops.ops_for("cpu", None) == (["pin_memory", "async_io"], [])
+    assert ops_build.ops_for("cpu", None) == (["pin_memory", "async_io"], [])
     needed = ["pin_memory", "async_io", "utils"]
-    assert ops.ops_for("cuda", CUDA) == (needed, ["gds", "fused_adam"])
-    assert ops.ops_for("cuda", replace(CUDA, compiler=False)) == (needed, ["gds"])
-    assert ops.ops_for("cuda", replace(CUDA, cufile=False)) == (needed, ["fused_adam"])
+    assert ops_build.ops_for("cuda", CUDA) == (needed, ["gds", "fused_adam"])
+    assert ops_build.ops_for("cuda", replace(CUDA, compiler=False)) == (needed, ["gds"])
+    assert ops_build.ops_for("cuda", replace(CUDA, cufile=False)) == (needed, ["fused_adam"])
 
 
 def test_the_drivers_library_is_found_where_the_linker_does_not_look() -> None:
@@ -156,84 +141,10 @@ def test_the_drivers_library_is_found_where_the_linker_does_not_look() -> None:
 
 def test_what_was_built_against_packages_can_load_their_libraries() -> None:
     tree = replace(CUDA, compiler=False)
-    made = ops.build_environment({"LD_LIBRARY_PATH": "/mine"}, GPU, Path("/stage"), Path("/venv"), tree)
+    made = ops_build.build_environment({"LD_LIBRARY_PATH": "/mine"}, GPU, Path("/stage"), Path("/venv"), tree)
     assert made["LD_LIBRARY_PATH"] == "/cuda/lib64:/mine"
     # A whole toolkit must not come before torch's own libraries.
-    assert "LD_LIBRARY_PATH" not in ops.build_environment({}, GPU, Path("/stage"), Path("/venv"), CUDA)
-
-
-def toolkit(home: Path, version: int) -> Path:
-    (home / "include").mkdir(parents=True)
-    (home / "include" / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
-    return home
-
-
-def test_a_toolkit_of_torchs_own_major_version_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda-13.0", 13000)))
-    monkeypatch.setenv("CUDA_PATH", str(toolkit(tmp_path / "cuda-12.6", 12060)))
-    found = ops.find_cuda(GPU, tmp_path / "ours")
-    assert found is not None
-    assert found.home == tmp_path / "cuda-12.6"
-
-
-def test_without_a_toolkit_torchs_own_packages_are_linked_into_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for package, header, library in (
-        ("cuda_runtime", "cuda_runtime.h", "libcudart.so.12"),
-        ("cufile", "cufile.h", "libcufile.so.0"),
-        ("cuda_nvcc", "crt/host_config.h", "libnothing.so.1"),
-    ):
-        (tmp_path / package / "include" / header).parent.mkdir(parents=True)
-        (tmp_path / package / "include" / header).touch()
-        (tmp_path / package / "lib").mkdir()
-        (tmp_path / package / "lib" / library).touch()
-    packages = [str(tmp_path / name) for name in ("cuda_runtime", "cufile", "cuda_nvcc")]
-    monkeypatch.setattr(ops, "_nvidia_packages", lambda: packages)
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.setenv(name, str(tmp_path / "none"))
-    odd = replace(GPU, cuda="11.8")
-    found = ops.find_cuda(odd, tmp_path / "ours")
-    assert found is not None
-    assert (found.home / "include" / "cuda_runtime.h").exists()
-    assert (found.home / "lib64" / "libcudart.so").exists()
-    assert (found.compiler, found.cufile) == (False, True)
-    version = subprocess.run([found.home / "bin" / "nvcc", "-V"], capture_output=True, text=True, check=True).stdout
-    assert "release 11.8" in version
-    # Without the headers that CUDA's own include, the gds op would not compile: it is not tried.
-    monkeypatch.setattr(ops, "_nvidia_packages", lambda: packages[:2])
-    bare = ops.find_cuda(odd, tmp_path / "bare")
-    assert bare is not None
-    assert not bare.cufile
-
-
-def test_a_toolkit_without_cufile_gets_it_from_torchs_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = toolkit(tmp_path / "cuda-12.6", 12060)
-    monkeypatch.setenv("CUDA_HOME", str(home))
-    monkeypatch.setattr(ops, "_nvidia_packages", lambda: [])
-    plain = ops.find_cuda(GPU, tmp_path / "plain")
-    assert plain is not None
-    assert (plain.home, plain.cufile) == (home, False)
-    package = tmp_path / "cufile"
-    (package / "include").mkdir(parents=True)
-    (package / "include" / "cufile.h").touch()
-    (package / "lib").mkdir()
-    (package / "lib" / "libcufile.so.0").touch()
-    monkeypatch.setattr(ops, "_nvidia_packages", lambda: [str(package)])
-    joined = ops.find_cuda(GPU, tmp_path / "joined")
-    assert joined is not None
-    assert joined.cufile
-    assert (joined.home / "include" / "cuda_runtime_api.h").exists()
-    assert joined.compiler == plain.compiler
-
-
-def test_a_gpu_without_toolkit_or_packages_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "_nvidia_packages", lambda: [])
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    with pytest.raises(ops.OpsError, match=r"CUDA 11\.8 toolkit"):
-        ops.find_cuda(replace(GPU, cuda="11.8"), tmp_path)
+    assert "LD_LIBRARY_PATH" not in ops_build.build_environment({}, GPU, Path("/stage"), Path("/venv"), CUDA)
 
 
 def test_half_a_build_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
@@ -261,18 +172,18 @@ def test_a_lock_left_by_a_killed_process_holds_nobody_up(tmp_path: Path) -> None
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ops.OpsError, match="time limit"), ops._locked(lock, time.monotonic()):
+        with pytest.raises(ops.OpsError, match="time limit"), ops_build._locked(lock, time.monotonic()):
             pass
         holder.kill()
         holder.wait()
-    with ops._locked(lock, time.monotonic()):
+    with ops_build._locked(lock, time.monotonic()):
         pass
 
 
 def test_a_waiting_build_goes_on_when_the_other_ends(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     order = []
-    with ops._locked(lock, time.monotonic()):
+    with ops_build._locked(lock, time.monotonic()):
         waiter = threading.Thread(target=lambda: _enter(lock, order))
         waiter.start()
         time.sleep(0.3)
@@ -282,14 +193,14 @@ def test_a_waiting_build_goes_on_when_the_other_ends(tmp_path: Path) -> None:
 
 
 def _enter(lock: Path, order: list[str]) -> None:
-    with ops._locked(lock, time.monotonic() + 20):
+    with ops_build._locked(lock, time.monotonic() + 20):
         order.append("second")
 
 
 def test_a_build_past_its_time_limit_is_killed_with_its_compilers(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = f"sleep 300 & echo $! > {tmp_path}/pid; echo compiling; wait"
-    codes = ops.run_logged({log: ["sh", "-c", script]}, os.environ, time.monotonic() + 1, together=1)
+    codes = ops_build.run_logged({log: ["sh", "-c", script]}, os.environ, time.monotonic() + 1, together=1)
     assert codes == {log: None}
     assert log.read_text() == "compiling\n"
     pid = int((tmp_path / "pid").read_text())
@@ -310,7 +221,7 @@ def test_builds_run_together_each_with_its_own_log(tmp_path: Path) -> None:
         logs[1]: ["sh", "-c", meet, "b", "a", "3"],
         logs[2]: ["sh", "-c", "echo later"],
     }
-    assert ops.run_logged(commands, os.environ, time.monotonic() + 20, together=2) == dict(
+    assert ops_build.run_logged(commands, os.environ, time.monotonic() + 20, together=2) == dict(
         zip(logs, (0, 3, 0), strict=True)
     )
     assert [log.read_text() for log in logs] == ["a met b\n", "b met a\n", "later\n"]
@@ -319,14 +230,14 @@ def test_builds_run_together_each_with_its_own_log(tmp_path: Path) -> None:
 def test_when_the_needed_ops_fail_nothing_else_is_waited_for(tmp_path: Path) -> None:
     needed, beside, later = (tmp_path / name for name in ("needed.log", "beside.log", "later.log"))
     commands = {needed: ["false"], beside: ["sleep", "300"], later: ["true"]}
-    codes = ops.run_logged(commands, os.environ, time.monotonic() + 60, together=2)
+    codes = ops_build.run_logged(commands, os.environ, time.monotonic() + 60, together=2)
     assert codes == {needed: 1, beside: None, later: None}
     assert not later.exists()
 
 
 def test_python_without_asserts_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")
-    for command in (ops.build, ops.check, ops.activate):
+    for command in (ops_build.build, ops.check, ops.activate):
         with pytest.raises(ops.OpsError, match="PYTHONOPTIMIZE"):
             command(tmp_path)
 
