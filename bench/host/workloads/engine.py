@@ -348,8 +348,10 @@ def _refused_classes(paths: Iterator[Path]) -> Iterator[str]:
             # On the meta device a refusal comes before any tensor's bytes are read.
             torch.load(path, map_location="meta", weights_only=True)
         except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))
-            yield named.group(1) if named else "a class"
+            found = re.search(r"GLOBAL ([\w.]+)", str(error))
+            name = found.group(1) if found else "a class"
+            # Early releases of Python 3.11 pickle a member of an enum as a call of getattr.
+            yield f"an enum ({name}, which this Python pickles it with)" if name == "builtins.getattr" else name
 
 
 def _first_line(error: BaseException) -> str:
