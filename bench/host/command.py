@@ -14,7 +14,7 @@ from bench.host.estimate import payload_bytes
 from bench.host.facts import gpus
 from bench.host.run import InterruptedRunError, RunSettings, run
 from bench.plan import GIB, UNWRITTEN, Plan, PlanError
-from bench.results import RUN_ID_PATTERN, ExitCode, new_run_id
+from bench.results import RUN_ID_PATTERN, ExitCode, HostReport, new_run_id
 from bench.words import benchmark_words
 
 
@@ -61,10 +61,22 @@ def run_plan(
     from bench.report.text import host_lines
 
     where = layout.run_folder(settings.root, settings.run_id) / layout.REPORT_FILE
-    for line in ["", *host_lines(report, console.width), f"report: {where}"]:
+    told = _trouble(report)
+    for line in ["", *host_lines(report, console.width), *([told] if told else []), f"report: {where}"]:
         console.print(line, markup=False, soft_wrap=True)
-    statuses = {case.status for case in report.cases}
-    return ExitCode.ALL_PASS if statuses <= {"ok", "skipped"} and "ok" in statuses else ExitCode.SOME_FAILED
+    return ExitCode.SOME_FAILED if told else ExitCode.ALL_PASS
+
+
+def _trouble(report: HostReport) -> str | None:
+    """Why a run is no success, in one line: rows that failed, or nothing that could be run; None where all is well."""
+    faulty = [case for case in report.cases if case.status not in ("ok", "skipped")]
+    if faulty:
+        first = faulty[0]
+        name = f"{benchmark_words(first.workload, first.options)}: {first.writer}"
+        return f"FAILED: {len(faulty)} of {len(report.cases)} rows; the first: {name}: {first.reason}"
+    if not any(case.status == "ok" for case in report.cases):
+        return f"SKIPPED: nothing could be run here; the first reason: {report.cases[0].reason}"
+    return None
 
 
 def _folder(folder: Path | None, root: Path, make: bool) -> Path:

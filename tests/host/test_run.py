@@ -140,6 +140,14 @@ def test_bad_input_is_one_clear_line_and_a_non_zero_exit(bench: Bench, arguments
     assert "Traceback" not in done.stderr + done.stdout
 
 
+def test_where_nothing_can_run_the_last_line_says_so(bench: Bench, folder: Path) -> None:
+    done = bench("torch-save-tensor", "--folder", str(folder), "--writer", "ds_gds")
+    assert done.returncode == 4
+    *_, told, report = done.stdout.splitlines()
+    assert told.startswith("SKIPPED: nothing could be run here; the first reason: GPUDirect Storage needs a GPU")
+    assert report.startswith("report: ")
+
+
 def test_a_typo_in_a_plan_names_the_near_key(bench: Bench, tmp_path: Path) -> None:
     done = bench("run", str(write_plan(tmp_path / "my.yml", repetition=3)))
     assert done.returncode != 0
@@ -159,6 +167,7 @@ def test_a_buffer_that_does_not_fit_fails_its_row_with_one_that_does(
     rows = rows_of(done.stdout)
     assert LOG_LINE.match(rows["test_save"])
     assert re.search(r"failed: .*multiple of \d+ bytes, for example \d+", rows["test_ds_aio_fast_save"])
+    assert "FAILED: 1 of 2 rows; the first: tensor, io_buffer_bytes 1000: ds_aio: " in done.stdout.splitlines()[-2]
     assert done.returncode == 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def test_it_installs_nothing_on_the_node() -> None:
     text = dry("GPU_PYTHON=/opt/python")
     assert "controller-venv" not in text
     assert "pip" not in text
+
+
+def test_a_python_without_what_bench_needs_is_told_in_one_line() -> None:
+    # -S leaves out the installed packages.
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "bench"], cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "lacks the Python package" in done.stderr
+    assert "requirements/host.in" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_plan_folder_and_arguments_are_passed_on() -> None:
