@@ -52,10 +52,12 @@ class ColdReader:
         self.path = path
         self.size = path.stat().st_size
         drop_cache(path)
+        self._direct = True
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         except OSError:  # EINVAL: no O_DIRECT here; the cache was dropped above
             self._descriptor = os.open(path, os.O_RDONLY)
+            self._direct = False
         # An anonymous map is page-aligned, which O_DIRECT asks of the buffer.
         self._buffers = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(CHUNKS_AHEAD + 1)]
         self._views = [memoryview(buffer) for buffer in self._buffers]
@@ -92,7 +94,7 @@ class ColdReader:
         if hashed is not None:
             hashed.result()
         done = 0
-        while done < wanted and done % BLOCK_BYTES == 0:
+        while done < wanted and not (self._direct and done % BLOCK_BYTES):
             got = os.preadv(self._descriptor, [self._views[number][done:]], offset + done)
             if got == 0:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections import deque
@@ -227,6 +228,23 @@ def test_a_file_of_many_chunks_is_compared_and_hashed_to_its_last_byte(tmp_path:
         with pytest.raises(NotVerifiedError, match=f"at byte {where}"):
             replay_legacy(obj, path)
         flip(path, where)
+
+
+def test_a_filesystem_without_direct_io_that_reads_in_odd_pieces_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pieces.pt"
+    path.write_bytes(bytes(noise(2 * CHUNK_BYTES + 77).numpy()))
+    real_open, real_read = os.open, os.preadv
+
+    def open_without_direct(name: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(name, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", open_without_direct)
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real_read(fd, [views[0][:1_000_003]], offset))
+    assert file_sha256(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_not_verified(tmp_path: Path) -> None:
