@@ -20,6 +20,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from bench.words import benchmark_words
+
 SCHEMA_VERSION = 1
 RUN_ID_PATTERN = re.compile(r"^\d{8}T\d{6}Z-[0-9a-f]{4}$")
 
@@ -93,6 +95,11 @@ class CaseResult(Model):
     statistics: dict[str, Any] = Field(default_factory=dict)
     sha256: str | None = None
     warnings: list[str] = Field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What it is, in words that tell it from the other rows: ``engine tiny-t5 fp32, ZeRO 1: ds_aio``."""
+        return f"{benchmark_words(self.workload, self.options)}: {self.writer}"
 
     @property
     def mechanism(self) -> str:

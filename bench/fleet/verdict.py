@@ -79,7 +79,7 @@ def report_fault(report: HostReport) -> str | None:
 
 def row_fault(case: CaseResult) -> str | None:
     """Why a row counts as failed, or None. A skipped row never does; an unverified one always."""
-    name = _name(case)
+    name = case.name
     if case.status in ("failed", "timeout"):
         return (
             f"{name} {'failed' if case.status == 'failed' else 'ran out of time'}: {case.reason or 'no reason given'}"
@@ -92,7 +92,7 @@ def row_fault(case: CaseResult) -> str | None:
 def nonsense(report: HostReport) -> str | None:
     """What can't be true in a report that has the right form, or None."""
     for case in report.cases:
-        name = _name(case)
+        name = case.name
         if case.status == "ok" and case.writer not in UNWRITTEN:
             counted = [sample.durable_seconds for sample in case.samples if not sample.warmup]
             if not counted or case.durable_bytes_per_second is None:
@@ -114,10 +114,6 @@ def case_key(case: CaseResult) -> str:
     chosen = ",".join(f"{key}={value}" for key, value in sorted(case.options.items()))
     benchmark = benchmark_words(case.workload, case.options, case.payload_bytes).replace("|", "/")
     return f"{benchmark}|{case.mechanism}|{case.payload_bytes}|{chosen}"
-
-
-def _name(case: CaseResult) -> str:
-    return f"{benchmark_words(case.workload, case.options)}: {case.writer}"
 
 
 def alike_key(report: HostReport) -> tuple[str, ...]:

@@ -71,9 +71,7 @@ def _trouble(report: HostReport) -> str | None:
     """Why a run is no success, in one line: rows that failed, or nothing that could be run; None where all is well."""
     faulty = [case for case in report.cases if case.status not in ("ok", "skipped")]
     if faulty:
-        first = faulty[0]
-        name = f"{benchmark_words(first.workload, first.options)}: {first.writer}"
-        return f"FAILED: {len(faulty)} of {len(report.cases)} rows; the first: {name}: {first.reason}"
+        return f"FAILED: {len(faulty)} of {len(report.cases)} rows; the first: {faulty[0].name}: {faulty[0].reason}"
     if not any(case.status == "ok" for case in report.cases):
         return f"SKIPPED: nothing could be run here; the first reason: {report.cases[0].reason}"
     return None

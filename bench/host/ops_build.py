@@ -32,6 +32,7 @@ from bench.host.ops import (
     this_target,
     try_out,
 )
+from bench.host.preflight import memory_available
 from bench.layout import ops_root
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -132,13 +133,6 @@ def advice(log: str) -> str:
     """What to do about a failed build, from its log."""
     lowered = log.lower()
     return next((text for words, text in ADVICE if re.search(words, lowered)), "see the words above and the log")
-
-
-def available_bytes() -> int:
-    """Memory that is free for compilers, in bytes."""
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def build(root: Path, timeout_seconds: float | None = None) -> OpsState:
@@ -246,7 +240,7 @@ def _compile_all(
     Returns the wanted ops that did not compile; raises OpsError for a needed one.
     """
     asked = environment.get("MAX_JOBS", "")
-    free = int(asked) if asked.isdecimal() and int(asked) else jobs(os.cpu_count() or 1, available_bytes())
+    free = int(asked) if asked.isdecimal() and int(asked) else jobs(os.cpu_count() or 1, memory_available())
     batches = [list(needed), *([op] for op in wanted)]
     together = max(1, min(len(batches), free // JOBS_PER_OP))
     commands = {

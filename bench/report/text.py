@@ -82,16 +82,19 @@ def host_lines(report: HostReport, width: int) -> list[str]:
     table = rows(report)
     forms = [_form(table, columns) for columns in FORMS]
     chosen = next((form for form in forms if max(map(len, form)) <= width), forms[-1])
-    lines = [*header_lines(report), chosen[0]]
-    benchmark = None
+    lines: list[tuple[str, str]] = []
     for row, line in zip(table, chosen[1:], strict=True):
-        if row.benchmark != benchmark:
-            benchmark = row.benchmark
-            lines.append(benchmark)
-        lines.append(line if row.note is None else f"{line}  {row.status}: {row.note}")
+        lines.append((row.benchmark, line if row.note is None else f"{line}  {row.status}: {row.note}"))
         if row.remark:
-            lines.append(f"      {row.remark}")
-    return lines
+            lines.append((row.benchmark, f"      {row.remark}"))
+    return [*header_lines(report), chosen[0], *_below_headings(lines)]
+
+
+def _below_headings(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Lines, each group of one benchmark below its name."""
+    for benchmark, group in groupby(lines, lambda pair: pair[0]):
+        yield benchmark
+        yield from (line for _, line in group)
 
 
 def _form(table: Sequence[Row], columns: Sequence[Column]) -> list[str]:
@@ -192,11 +195,9 @@ def rate_lines(rates: Sequence[FleetRate]) -> list[str]:
         for rate in rates
     ]
     widths = [max(len(row[place]) for row in cells) for place in range(5)]
-    lines = [f"{_join(row[:5], widths)}  {row[5]}".rstrip() for row in cells]
-    for place in reversed(range(len(rates))):
-        if place == 0 or rates[place].benchmark != rates[place - 1].benchmark:
-            lines.insert(place + 1, plain(rates[place].benchmark))
-    return lines
+    title, *lines = [f"{_join(row[:5], widths)}  {row[5]}".rstrip() for row in cells]
+    names = [plain(rate.benchmark) for rate in rates]
+    return [title, *_below_headings(zip(names, lines, strict=True))]
 
 
 def fleet_verdict(hosts: Sequence[HostOutcome]) -> str:

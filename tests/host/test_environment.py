@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import role_module
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NOBODY = "http://127.0.0.1:9/packages"
-SPEC = importlib.util.spec_from_file_location(
-    "bench_runtime_environment", CHECKOUT / "roles/bench_runtime/library/bench_runtime_environment.py"
-)
-assert SPEC is not None
-assert SPEC.loader is not None
-module = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(module)
+module = role_module.load("bench_runtime/library/bench_runtime_environment.py")
 
 
 def pins(name: str) -> str:

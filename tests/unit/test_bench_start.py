@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pwd
@@ -14,6 +13,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+import role_module
 from fake_bench import FAKE
 
 from bench.host.lock import run_lock
@@ -22,9 +22,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 MODULE = CHECKOUT / "roles" / "bench_run" / "library" / "bench_start.py"
 RUN = "20261129T174442Z-3f9c"
 
-spec = importlib.util.spec_from_file_location("bench_start", MODULE)
-bench_start = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench_start)
+bench_start = role_module.load("bench_run/library/bench_start.py")
 
 
 @pytest.fixture

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+import role_module
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location(
-    "preflight_probe", CHECKOUT / "roles/preflight/library/preflight_probe.py"
-)
-assert SPEC is not None
-assert SPEC.loader is not None
-probe = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(probe)
+probe = role_module.load("preflight/library/preflight_probe.py")
 
 OPTIONS = {
     "python": "",

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+import role_module
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location(
-    "bench_runtime_environment", CHECKOUT / "roles/bench_runtime/library/bench_runtime_environment.py"
-)
-assert SPEC is not None
-assert SPEC.loader is not None
-module = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(module)
+module = role_module.load("bench_runtime/library/bench_runtime_environment.py")
 
 PINS = """\
 torch==2.6.0 \\
