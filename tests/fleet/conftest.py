@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import role_module
 import yaml
 from netns import PUBLIC, Host, Namespaces, Switch, keygen
 
@@ -237,12 +238,21 @@ def write_inventory(folder: Path, hosts: dict[str, Host], cache: Path) -> Path:
     return inventory
 
 
+def as_the_role_starts_uv() -> dict[str, str]:
+    """A site's index and certificate authority, which uv does not find by itself."""
+    role = role_module.load("bench_runtime/library/bench_runtime_environment.py")
+    config = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, text=True, capture_output=True)
+    trusted = any(Path(store).exists() for store in role.CERTIFICATE_STORES)
+    return role.uv_environment(os.environ, "", role.parse_pip_settings(config.stdout), trusted)
+
+
 def offline_cache() -> Path:
     """uv's cache with everything the hosts will install, and a folder with uv's own wheel for pip."""
     uv = Path(sys.executable).parent / "uv"
     cache = Path(subprocess.run([uv, "cache", "dir"], check=True, text=True, capture_output=True).stdout.strip())
     pins = [CHECKOUT / "requirements" / name for name in ("uv.txt", "host-build.txt", "host.txt")]
-    stamp = SCRATCH / f"cache-{hashlib.sha256(b''.join(pin.read_bytes() for pin in pins)).hexdigest()[:16]}"
+    content = b"".join([bytes(cache), *(pin.read_bytes() for pin in pins)])
+    stamp = SCRATCH / f"cache-{hashlib.sha256(content).hexdigest()[:16]}"
     if not stamp.exists():
         wheels, throwaway = SCRATCH / "wheels", SCRATCH / "throwaway"
         pip = [
@@ -259,11 +269,12 @@ def offline_cache() -> Path:
         ]
         subprocess.run([sys.executable, *pip], check=True)
         subprocess.run(["/usr/bin/python3", "-m", "venv", throwaway], check=True)
+        environment = {**os.environ, **as_the_role_starts_uv(), "PATH": f"{throwaway}/bin:{os.environ['PATH']}"}
         for pin in pins[1:]:
             subprocess.run(
                 [uv, "pip", "install", "--quiet", "--python", throwaway / "bin" / "python", "--require-hashes",
                  "--no-deps", "--no-build-isolation", "-r", pin],
-                check=True, env={**os.environ, "PATH": f"{throwaway}/bin:{os.environ['PATH']}"},
+                check=True, env=environment,
             )  # fmt: skip
         shutil.rmtree(throwaway)
         stamp.touch()
